@@ -31,7 +31,7 @@ impl TokenMask {
 }
 
 /// A constraint could not go on: the output does not fit the grammar, or a limit of the grammar engine was reached.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("grammar failed: {reason}")]
 pub struct ConstraintError {
     /// What the grammar engine said.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use microserving_protocol::{KvGeometry, KvLayout, KvMemory, LayerId, PageId, TokenId, TokenLogprob};
 
-use crate::Sampler;
+use crate::{SampleError, Sampler};
 
 /// What an executor is, fixed once it is loaded.
 #[derive(Clone, Debug, PartialEq)]
@@ -67,8 +67,10 @@ pub struct Sampled {
 /// What a step returns.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepOutput {
-    /// One entry per item, in order; `None` where the item had no sampler.
-    pub sampled: Vec<Option<Sampled>>,
+    /// One entry per item, in order; `None` where the item had no sampler. A sampler that failed (its grammar gave up, its
+    /// parameters are out of bounds, its logits are not numbers) ends its own sequence and no other: the KV of the item is
+    /// written, the other items' tokens stand.
+    pub sampled: Vec<Option<Result<Sampled, SampleError>>>,
     /// How long the step takes on the modelled hardware, from executors that model rather than compute. A driver in virtual
     /// time advances its clock by it; a driver in real time waits for the rest of it.
     pub modelled: Option<Duration>,
@@ -134,7 +136,8 @@ pub trait Executor: Send + fmt::Debug {
     /// read by a transfer; computing goes on after it returns, so it must not block.
     ///
     /// # Errors
-    /// On an error nothing was sampled; KV of the items' new positions is undefined and everything else is untouched.
+    /// Errors of the whole step only; a sampler's failure is that item's entry in [`StepOutput::sampled`]. On an error
+    /// nothing was sampled; KV of the items' new positions is undefined and everything else is untouched.
     fn forward(
         &mut self,
         batch: &mut Batch<'_>,

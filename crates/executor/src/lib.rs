@@ -8,4 +8,4 @@ mod sampler;
 
 pub use constraint::{ConstraintError, TokenConstraint, TokenMask};
 pub use contract::{Batch, BatchItem, Executor, ExecutorError, ExecutorInfo, Sampled, StepOutput};
-pub use sampler::Sampler;
+pub use sampler::{SampleError, Sampler};

@@ -2,7 +2,35 @@
 
 use microserving_protocol::{SamplingParams, TokenId};
 
-use crate::{ExecutorError, Sampled, TokenConstraint};
+use crate::{ConstraintError, Sampled, TokenConstraint};
+
+/// Why no token could be drawn for a sequence. It ends that sequence and no other.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SampleError {
+    /// The grammar engine gave up, or a token does not fit the grammar.
+    #[error(transparent)]
+    Grammar(#[from] ConstraintError),
+    /// Masks leave nothing to choose from.
+    #[error("grammar and min_tokens leave no token to choose")]
+    NoToken,
+    /// The model's logits are not numbers.
+    #[error("the logit of token {token} is {value}")]
+    NotFinite {
+        /// The first such token.
+        token: TokenId,
+        /// NaN or an infinity.
+        value: f32,
+    },
+    /// A sampling parameter is out of its bounds.
+    #[error("{field}: {reason}")]
+    InvalidParam {
+        /// The field's name on the wire.
+        field: &'static str,
+        /// The value and the bound.
+        reason: String,
+    },
+}
 
 /// The sampling state of one sequence; see [`SamplingParams`] for the order of application.
 #[derive(Debug)]
@@ -38,7 +66,7 @@ impl Sampler {
     ///
     /// # Errors
     /// If the grammar does not accept it.
-    pub fn replay(&mut self, token: TokenId) -> Result<(), ExecutorError> {
+    pub fn replay(&mut self, token: TokenId) -> Result<(), SampleError> {
         let _ = token;
         Ok(())
     }
@@ -47,8 +75,8 @@ impl Sampler {
     ///
     /// # Errors
     /// If the grammar fails or leaves no token.
-    pub fn sample(&mut self, logits: &mut [f32]) -> Result<Sampled, ExecutorError> {
+    pub fn sample(&mut self, logits: &mut [f32]) -> Result<Sampled, SampleError> {
         let _ = (logits, &self.params, self.choice);
-        Err(ExecutorError::Compute { reason: "not written yet".into() })
+        Err(SampleError::NoToken)
     }
 }
