@@ -1,0 +1,200 @@
+//! A daemon as a child process.
+
+use std::fs::File;
+use std::io::{Read as _, Seek as _};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail};
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+
+use crate::{Instant, http};
+
+/// A running daemon; asked to stop when dropped, and killed if it does not within five seconds.
+#[derive(Debug)]
+pub struct Daemon {
+    name: String,
+    child: Child,
+    url: String,
+    log: PathBuf,
+    /// Holds the port file and the log; goes with the daemon.
+    _dir: TempDir,
+}
+
+impl Daemon {
+    /// Starts `binary` with `args` on a free loopback port and waits until it listens (not until it is ready).
+    ///
+    /// # Errors
+    /// If it cannot be started, exits, or does not listen within `timeout`; the end of its log is in the message.
+    pub fn spawn(name: &str, binary: &Path, args: &[String], timeout: Duration) -> Result<Self> {
+        let dir =
+            tempfile::Builder::new().prefix("microserving-").tempdir().context("no temporary folder")?;
+        let port_file = dir.path().join("port");
+        let log = dir.path().join("log");
+        let sink = File::create(&log).context("cannot create the log")?;
+        let child = Command::new(binary)
+            .args(args)
+            .args(["--listen", "127.0.0.1:0", "--port-file"])
+            .arg(&port_file)
+            .stdin(Stdio::null())
+            .stdout(sink.try_clone().context("cannot share the log")?)
+            .stderr(sink)
+            .spawn()
+            .with_context(|| format!("cannot start {}", binary.display()))?;
+        let mut daemon = Self { name: name.to_owned(), child, url: String::new(), log, _dir: dir };
+        let deadline = Instant::now() + timeout;
+        loop {
+            if let Ok(address) = std::fs::read_to_string(&port_file)
+                && let Some(port) = address.trim().rsplit(':').next().filter(|port| !port.is_empty())
+            {
+                daemon.url = format!("http://127.0.0.1:{port}");
+                return Ok(daemon);
+            }
+            if let Some(status) = daemon.child.try_wait()? {
+                bail!("{name} ended at start ({status}):\n{}", daemon.log_tail());
+            }
+            if Instant::now() > deadline {
+                bail!("{name} does not listen after {timeout:?}:\n{}", daemon.log_tail());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Waits until `/health/ready` answers 200.
+    ///
+    /// # Errors
+    /// If the daemon ends or is not ready within `timeout`.
+    pub fn wait_ready(&mut self, timeout: Duration) -> Result<()> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            if http::status(&format!("{}/health/ready", self.url)).is_ok_and(|status| status == 200) {
+                return Ok(());
+            }
+            if let Some(status) = self.child.try_wait()? {
+                bail!("{} ended before it was ready ({status}):\n{}", self.name, self.log_tail());
+            }
+            if Instant::now() > deadline {
+                bail!("{} is not ready after {timeout:?}:\n{}", self.name, self.log_tail());
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Returns `http://127.0.0.1:PORT`.
+    #[must_use]
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// Returns the name given at start.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Returns the process id.
+    #[must_use]
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Sends a signal to the process; a process that has ended is not an error.
+    pub fn signal(&self, signal: Signal) {
+        if let Some(pid) = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw) {
+            let _ = kill_process(pid, signal);
+        }
+    }
+
+    /// Kills the process at once and waits for it.
+    ///
+    /// # Errors
+    /// If the process cannot be waited for.
+    pub fn kill(&mut self) -> Result<()> {
+        self.child.kill().context("cannot kill")?;
+        self.child.wait().context("cannot wait")?;
+        Ok(())
+    }
+
+    /// Asks the process to stop and waits for it; kills it after `timeout`.
+    ///
+    /// # Errors
+    /// If the process cannot be waited for.
+    pub fn stop(&mut self, timeout: Duration) -> Result<ExitStatus> {
+        self.signal(Signal::CONT);
+        self.signal(Signal::TERM);
+        let deadline = Instant::now() + timeout;
+        loop {
+            if let Some(status) = self.child.try_wait()? {
+                return Ok(status);
+            }
+            if Instant::now() > deadline {
+                self.child.kill().context("cannot kill")?;
+                return self.child.wait().context("cannot wait");
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Says whether the process still runs.
+    ///
+    /// # Errors
+    /// If the process cannot be waited for.
+    pub fn is_running(&mut self) -> Result<bool> {
+        Ok(self.child.try_wait()?.is_none())
+    }
+
+    /// Returns the resident memory of the process in bytes and the largest it ever was, as the kernel counts them.
+    ///
+    /// # Errors
+    /// If the process is gone.
+    pub fn resident_bytes(&self) -> Result<(u64, u64)> {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
+        let field = |name: &str| {
+            status
+                .lines()
+                .find_map(|line| line.strip_prefix(name))
+                .and_then(|rest| rest.trim().trim_end_matches(" kB").trim().parse::<u64>().ok())
+                .map(|kib| kib * 1024)
+        };
+        Ok((field("VmRSS:").context("no VmRSS")?, field("VmHWM:").context("no VmHWM")?))
+    }
+
+    /// Returns the last 4 KiB of what the daemon printed.
+    #[must_use]
+    pub fn log_tail(&self) -> String {
+        let read = || -> std::io::Result<String> {
+            let mut file = File::open(&self.log)?;
+            let len = file.metadata()?.len();
+            file.seek(std::io::SeekFrom::Start(len.saturating_sub(4096)))?;
+            let mut tail = Vec::new();
+            file.read_to_end(&mut tail)?;
+            Ok(String::from_utf8_lossy(&tail).into_owned())
+        };
+        read().unwrap_or_default()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // Nothing can be done about a failure here, and the child is a direct one: the kernel reaps it with us.
+        let _ = self.stop(Duration::from_secs(5));
+    }
+}
+
+/// Returns the folder that holds `engined` and `routerd`: `MICROSERVING_BIN_DIR`, or the one that this program was built into.
+///
+/// # Errors
+/// If neither holds them.
+pub fn binary_dir() -> Result<PathBuf> {
+    if let Some(dir) = std::env::var_os("MICROSERVING_BIN_DIR") {
+        return Ok(PathBuf::from(dir));
+    }
+    let exe = std::env::current_exe().context("no path of the running program")?;
+    exe.ancestors()
+        .skip(1)
+        .find(|dir| dir.join("engined").is_file() && dir.join("routerd").is_file())
+        .map(Path::to_path_buf)
+        .context("engined and routerd are not built: run `cargo build -p microserving-engined -p microserving-routerd`, or set MICROSERVING_BIN_DIR")
+}
