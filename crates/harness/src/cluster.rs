@@ -1,12 +1,12 @@
 //! Engines and a router, on free loopback ports.
 
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 use serde_json::Value;
 
-use crate::{Daemon, Instant, binary_dir, http};
+use crate::{Daemon, binary_dir, http};
 
 /// What to start.
 #[derive(Clone, Debug)]

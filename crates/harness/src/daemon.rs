@@ -4,13 +4,13 @@ use std::fs::File;
 use std::io::{Read as _, Seek as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
-use crate::{Instant, http};
+use crate::http;
 
 /// A running daemon; asked to stop when dropped, and killed if it does not within five seconds.
 #[derive(Debug)]

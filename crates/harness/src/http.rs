@@ -1,13 +1,11 @@
 //! Plain calls and timed streams over HTTP, one connection a call.
 
 use std::io::{BufRead as _, BufReader};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
-
-use crate::Instant;
 
 /// Longest any single call may take.
 const CALL_TIMEOUT: Duration = Duration::from_secs(300);
