@@ -4,7 +4,11 @@
 
 mod constraint;
 mod contract;
+mod numeric;
+mod penalties;
+mod philox;
 mod sampler;
+mod select;
 
 pub use constraint::{ConstraintError, TokenConstraint, TokenMask};
 pub use contract::{Batch, BatchItem, Executor, ExecutorError, ExecutorInfo, Sampled, StepOutput};
