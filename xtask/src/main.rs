@@ -1,2 +1,57 @@
-//! Placeholder.
-fn main() {}
+//! `cargo xtask`: the project's own commands.
+
+#![forbid(unsafe_code)]
+#![allow(clippy::print_stdout, reason = "a command-line tool talks on stdout")]
+#![allow(clippy::disallowed_types, reason = "real processes are measured; there is no clock to pause")]
+
+mod bench;
+mod ci;
+mod configuration;
+mod demo;
+mod layers;
+mod model;
+mod shape;
+mod shell;
+mod table;
+mod tests;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+/// The project's own commands.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Starts two engines and a router, and sends one chat through every pattern.
+    Demo(demo::Args),
+    /// Runs every test.
+    Test(tests::Args),
+    /// Runs what CI runs beside the tests: format, lints, docs, features, layers, generated files.
+    Ci,
+    /// Measures, prints a table and writes JSON rows.
+    Bench(bench::Args),
+    /// Checks the crates' dependencies against the drawing in ARCHITECTURE.md.
+    Layers,
+    /// Prints the sizes of files and functions, to talk about.
+    Shape,
+    /// Checks docs/configuration.md against the daemons' options, or rewrites it with --write.
+    Configuration(configuration::Args),
+}
+
+fn main() -> Result<()> {
+    match Args::parse().command {
+        Command::Demo(args) => demo::run(&args),
+        Command::Test(args) => tests::run(&args),
+        Command::Ci => ci::run(),
+        Command::Bench(args) => bench::run(&args),
+        Command::Layers => layers::run(),
+        Command::Shape => shape::run(),
+        Command::Configuration(args) => configuration::run(&args),
+    }
+}

@@ -1,0 +1,74 @@
+//! Measurements: one table on the terminal, one JSON row a figure.
+
+mod engine;
+mod micro;
+mod router;
+mod row;
+mod transfer;
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use clap::ValueEnum;
+
+use crate::{model, shell};
+
+/// Options of `cargo xtask bench`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// What to measure; everything if not given.
+    #[arg(value_enum)]
+    what: Vec<What>,
+    /// The model for `engine`; the demo model if not given.
+    #[arg(long)]
+    model: Option<String>,
+    /// Append the rows to docs/benchmarks instead of target/benchmarks.
+    #[arg(long)]
+    keep: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum What {
+    /// Prefill 512 and decode 128 tokens at batches 1, 4, 8 and 16, over HTTP.
+    Engine,
+    /// A hop through the router: added latency, requests a second, CPU a request, over stub engines.
+    Router,
+    /// KV bytes between two processes, against memcpy in the same run.
+    Transfer,
+    /// radix and kvcache, by criterion.
+    Micro,
+}
+
+/// Measures what was asked for.
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let all = [What::Engine, What::Router, What::Transfer, What::Micro];
+    let chosen = if args.what.is_empty() { all.to_vec() } else { args.what.clone() };
+    let mut rows = row::Rows::new(args.keep)?;
+    for what in chosen {
+        match what {
+            What::Engine => {
+                let model = match &args.model {
+                    Some(model) => model.clone(),
+                    None => model::fetch_demo_model()?.display().to_string(),
+                };
+                engine::run(&release(&["microserving-engined", "microserving-routerd"])?, &model, &mut rows)?;
+            }
+            What::Router => router::run(&mut rows)?,
+            What::Transfer => transfer::run(&mut rows)?,
+            What::Micro => micro::run(&mut rows)?,
+        }
+    }
+    rows.report();
+    Ok(())
+}
+
+/// Builds packages as users run them, and returns where the binaries are.
+fn release(packages: &[&str]) -> Result<PathBuf> {
+    let mut command = shell::cargo();
+    command.args(["build", "--release"]);
+    for package in packages {
+        command.args(["--package", package]);
+    }
+    shell::run(&mut command)?;
+    Ok(shell::target_dir().join("release"))
+}
