@@ -1,0 +1,322 @@
+//! An HTTP server that owns its connections, answers health from the first moment, and drains.
+//!
+//! ```text
+//! bind ── health answers, all else 503 ── install(router) ── serving ── shutdown begins: health says draining,
+//!   work goes on ── nothing in flight, or the drain is over ── no more accepting, connections end ── finished
+//! ```
+
+use std::io::Write;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::{DefaultBodyLimit, Request};
+use axum::response::Response;
+use hyper::body::{Body as HttpBody, Frame, SizeHint};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Notify, Semaphore};
+use tokio::task::{JoinHandle, JoinSet};
+use tower::ServiceExt;
+use tracing::{debug, info, warn};
+
+use crate::{DaemonOptions, Health, Shutdown};
+
+/// Why the server cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// The address cannot be bound.
+    #[error("cannot listen on {listen}")]
+    Bind {
+        /// The address asked for.
+        listen: String,
+        /// The cause.
+        source: std::io::Error,
+    },
+    /// The port file cannot be written.
+    #[error("cannot write the port file {path}")]
+    PortFile {
+        /// The file.
+        path: String,
+        /// The cause.
+        source: std::io::Error,
+    },
+}
+
+/// A bound port with its connections. Dropping it ends them at once; [`HttpServer::finished`] waits for an orderly end.
+#[derive(Debug)]
+pub struct HttpServer {
+    address: SocketAddr,
+    app: Arc<App>,
+    accepting: JoinHandle<()>,
+}
+
+/// What a request meets.
+#[derive(Debug)]
+struct App {
+    health: Health,
+    installed: OnceLock<Router>,
+    max_body_bytes: usize,
+    in_flight: InFlight,
+}
+
+impl HttpServer {
+    /// Opens `listen` (`host:port`; port 0 takes a free one), logs the bound address, writes it to the port file if there
+    /// is one, and serves health. Must be called on a tokio runtime; connections live on it.
+    ///
+    /// # Errors
+    /// If the address is taken or wrong, or the port file cannot be written.
+    pub async fn bind(
+        listen: &str,
+        options: &DaemonOptions,
+        health: Health,
+        shutdown: Shutdown,
+    ) -> Result<Self, ServeError> {
+        let bind_error = |source| ServeError::Bind { listen: listen.to_owned(), source };
+        let listener = TcpListener::bind(listen).await.map_err(bind_error)?;
+        let address = listener.local_addr().map_err(bind_error)?;
+        if let Some(path) = &options.port_file {
+            write_port_file(path, address)
+                .map_err(|source| ServeError::PortFile { path: path.display().to_string(), source })?;
+        }
+        info!(%address, "listening");
+        let app = Arc::new(App {
+            health,
+            installed: OnceLock::new(),
+            max_body_bytes: usize::try_from(options.max_body_bytes.num_bytes()).unwrap_or(usize::MAX),
+            in_flight: InFlight::default(),
+        });
+        let acceptor = Acceptor {
+            listener,
+            app: Arc::clone(&app),
+            shutdown,
+            header_timeout: options.header_timeout_seconds,
+            slots: Arc::new(Semaphore::new(options.max_connections as usize)),
+        };
+        Ok(Self { address, app, accepting: tokio::spawn(acceptor.run()) })
+    }
+
+    /// Returns the bound address.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Sets what is served beside health. The first call counts; later ones change nothing.
+    pub fn install(&self, router: Router) {
+        let router = router.layer(DefaultBodyLimit::max(self.app.max_body_bytes));
+        if self.app.installed.set(router).is_err() {
+            warn!("a router is installed already; the second one is ignored");
+        }
+    }
+
+    /// Waits until the shutdown has begun and every connection has ended.
+    pub async fn finished(mut self) {
+        if let Err(error) = (&mut self.accepting).await {
+            warn!(%error, "the acceptor failed");
+        }
+    }
+}
+
+impl Drop for HttpServer {
+    fn drop(&mut self) {
+        // The acceptor owns the connections; they go with it.
+        self.accepting.abort();
+    }
+}
+
+/// Writes beside the file and renames, so that a reader sees all of the address or nothing.
+fn write_port_file(path: &Path, address: SocketAddr) -> std::io::Result<()> {
+    let mut name = path.as_os_str().to_owned();
+    name.push(format!(".{}", std::process::id()));
+    let beside = Path::new(&name);
+    let mut file = std::fs::File::create(beside)?;
+    writeln!(file, "{address}")?;
+    file.sync_all()?;
+    std::fs::rename(beside, path).inspect_err(|_| {
+        let _ = std::fs::remove_file(beside);
+    })
+}
+
+struct Acceptor {
+    listener: TcpListener,
+    app: Arc<App>,
+    shutdown: Shutdown,
+    header_timeout: Duration,
+    slots: Arc<Semaphore>,
+}
+
+impl Acceptor {
+    async fn run(self) {
+        let app = Arc::clone(&self.app);
+        let routes = self.app.health.routes().fallback(move |request| answer(Arc::clone(&app), request));
+        // Connections end when this is cancelled, which is after requests in flight had their time.
+        let closing = tokio_util::sync::CancellationToken::new();
+        let mut connections = JoinSet::new();
+        let mut idle = pin!(self.app.in_flight.idle_after(&self.shutdown));
+        loop {
+            tokio::select! {
+                () = &mut idle => break,
+                Some(ended) = connections.join_next() => report(ended),
+                accepted = self.accept() => {
+                    let Some((stream, slot)) = accepted else { continue };
+                    let service = TowerToHyperService::new(routes.clone());
+                    let closing = closing.clone();
+                    let header_timeout = self.header_timeout;
+                    connections.spawn(async move {
+                        let _slot = slot;
+                        serve_connection(stream, service, header_timeout, closing).await;
+                    });
+                }
+            }
+        }
+        closing.cancel();
+        let gone = async {
+            while let Some(ended) = connections.join_next().await {
+                report(ended);
+            }
+        };
+        // Requests in flight have ended or had their time; a second is for the last bytes on their way out.
+        if tokio::time::timeout(Duration::from_secs(1), gone).await.is_err() {
+            connections.shutdown().await;
+        }
+    }
+
+    async fn accept(&self) -> Option<(TcpStream, tokio::sync::OwnedSemaphorePermit)> {
+        let slot = Arc::clone(&self.slots).acquire_owned().await.ok()?;
+        match self.listener.accept().await {
+            Ok((stream, _)) => {
+                // Tokens are small and must not wait for each other.
+                let _ = stream.set_nodelay(true);
+                Some((stream, slot))
+            }
+            Err(error) => {
+                // Out of file descriptors, or the peer is gone already: the next accept may work.
+                warn!(%error, "accept failed");
+                tokio::time::sleep(Duration::from_millis(20)).await;
+                None
+            }
+        }
+    }
+}
+
+async fn serve_connection(
+    stream: TcpStream,
+    service: TowerToHyperService<Router>,
+    header_timeout: Duration,
+    closing: tokio_util::sync::CancellationToken,
+) {
+    let mut builder = hyper::server::conn::http1::Builder::new();
+    builder.timer(TokioTimer::new()).header_read_timeout(header_timeout);
+    let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
+    let result = tokio::select! {
+        result = connection.as_mut() => result,
+        () = closing.cancelled() => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    };
+    if let Err(error) = result {
+        debug!(%error, "connection ended");
+    }
+}
+
+fn report(ended: Result<(), tokio::task::JoinError>) {
+    if let Err(error) = ended
+        && error.is_panic()
+    {
+        warn!(%error, "a connection's task panicked");
+    }
+}
+
+/// Every request but health.
+async fn answer(app: Arc<App>, request: Request) -> Response {
+    let Some(router) = app.installed.get() else { return app.health.unavailable() };
+    let guard = app.in_flight.enter();
+    let response = match router.clone().oneshot(request).await {
+        Ok(response) => response,
+        Err(never) => match never {},
+    };
+    response.map(|body| Body::new(Guarded { body, _guard: guard }))
+}
+
+/// Counts requests until the last byte of their answer is out.
+#[derive(Clone, Debug, Default)]
+struct InFlight {
+    inner: Arc<(AtomicUsize, Notify)>,
+}
+
+impl InFlight {
+    fn enter(&self) -> InFlightGuard {
+        self.inner.0.fetch_add(1, Ordering::AcqRel);
+        InFlightGuard(Arc::clone(&self.inner))
+    }
+
+    /// Waits until the shutdown has begun and either nothing is in flight or the drain is over.
+    async fn idle_after(&self, shutdown: &Shutdown) {
+        shutdown.begun().await;
+        let idle = async {
+            loop {
+                let mut changed = pin!(self.inner.1.notified());
+                changed.as_mut().enable();
+                if self.inner.0.load(Ordering::Acquire) == 0 {
+                    return;
+                }
+                changed.await;
+            }
+        };
+        tokio::select! {
+            () = idle => {}
+            () = shutdown.drain_over() => {
+                let in_flight = self.inner.0.load(Ordering::Acquire);
+                warn!(in_flight, "the drain is over; ending requests in flight");
+            }
+        }
+    }
+}
+
+#[derive(Debug)]
+struct InFlightGuard(Arc<(AtomicUsize, Notify)>);
+
+impl Drop for InFlightGuard {
+    fn drop(&mut self) {
+        if self.0.0.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.0.1.notify_waiters();
+        }
+    }
+}
+
+struct Guarded {
+    body: Body,
+    _guard: InFlightGuard,
+}
+
+impl HttpBody for Guarded {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+#[cfg(test)]
+mod tests;
