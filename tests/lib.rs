@@ -1,1 +1,145 @@
-//! Placeholder.
+//! What the end-to-end tests share: prompts, completions through a pattern, and how to skip aloud.
+
+#![forbid(unsafe_code)]
+#![allow(clippy::disallowed_types, reason = "real processes are measured; there is no clock to pause")]
+
+use std::path::PathBuf;
+
+use anyhow::{Context as _, Result, bail};
+use microserving_harness::http::{self, Timed};
+use serde_json::{Value, json};
+
+/// Tokens in a page, as the daemons default to.
+pub const PAGE_SIZE: u32 = 16;
+
+/// Returns the path in an environment variable, or says aloud that the test is skipped; under `MICROSERVING_FULL` a skip fails.
+///
+/// # Panics
+/// If the variable is not set and skips are failures.
+#[must_use]
+pub fn path_or_skip(variable: &str, what: &str) -> Option<PathBuf> {
+    let path = std::env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from);
+    if path.is_none() {
+        skip(&format!("{what} is not there: set {variable}"));
+    }
+    path
+}
+
+/// Says aloud that a test is skipped; under `MICROSERVING_FULL` a skip fails.
+///
+/// # Panics
+/// If skips are failures.
+pub fn skip(reason: &str) {
+    assert!(std::env::var_os("MICROSERVING_FULL").is_none(), "a skip is a failure in a full run: {reason}");
+    eprintln!("SKIPPED: {reason}");
+}
+
+/// Returns a prompt of readable bytes, different for every seed from its first token on.
+#[must_use]
+pub fn prompt(num_tokens: u32, seed: u32) -> Vec<u32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9) ^ 0x5bd1_e995;
+    (0..num_tokens)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 17;
+            state ^= state << 5;
+            97 + state % 26
+        })
+        .collect()
+}
+
+/// One completion request to compare between setups.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// The prompt.
+    pub prompt: Vec<u32>,
+    /// Output tokens.
+    pub max_tokens: u32,
+    /// 0 is greedy.
+    pub temperature: f64,
+    /// The seed of the draws.
+    pub seed: u64,
+    /// Keeps this case's contexts apart from those of others.
+    pub salt: String,
+}
+
+impl Case {
+    /// Sends the case and reads the stream to its end; `pattern` is for routers.
+    ///
+    /// # Errors
+    /// If the request fails, or the stream breaks or lacks its usage.
+    pub fn send(&self, url: &str, pattern: Option<&str>) -> Result<Timed> {
+        let body = json!({
+            "prompt": self.prompt, "max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed,
+            "cache_salt": self.salt, "return_token_ids": true, "ignore_eos": true,
+        });
+        let mut headers = vec![("x-microserving-stats", "1")];
+        headers.extend(pattern.map(|pattern| ("x-microserving-pattern", pattern)));
+        let answer = http::timed_stream(&format!("{url}/v1/completions"), &headers, &body, |_| ())
+            .with_context(|| format!("{pattern:?}, {} tokens, salt {}", self.prompt.len(), self.salt))?;
+        let completion = number(&answer.usage, "completion_tokens")?;
+        if completion != u64::from(self.max_tokens) || answer.token_ids.len() as u64 != completion {
+            bail!(
+                "{} tokens arrived, usage says {completion}, {} were asked for",
+                answer.token_ids.len(),
+                self.max_tokens
+            );
+        }
+        Ok(answer)
+    }
+}
+
+/// Reads a number of a JSON object.
+///
+/// # Errors
+/// If it is not there.
+pub fn number(value: &Value, key: &str) -> Result<u64> {
+    value.get(key).and_then(Value::as_u64).with_context(|| format!("no number `{key}` in {value}"))
+}
+
+/// What the engines must have done for a request, by the router's statistics.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Work {
+    /// Prompt tokens that D found in its context cache.
+    pub matched: u32,
+    /// Prompt tokens whose KV went from P to D.
+    pub sent: u32,
+    /// Prompt tokens that P computed.
+    pub computed_on_p: u32,
+    /// Prompt tokens that D computed.
+    pub computed_on_d: u32,
+}
+
+impl Work {
+    /// Reads it from an answer.
+    ///
+    /// # Errors
+    /// If a figure is missing.
+    pub fn of(answer: &Timed) -> Result<Self> {
+        let figure = |key: &str| Ok::<u32, anyhow::Error>(u32::try_from(number(&answer.stats, key)?)?);
+        Ok(Self {
+            matched: figure("decode_matched_tokens")?,
+            sent: figure("sent_tokens")?,
+            computed_on_p: figure("prefill_computed_tokens")?,
+            computed_on_d: figure("decode_computed_tokens")?,
+        })
+    }
+
+    /// Returns what a pattern does with a prompt of which nobody holds anything.
+    ///
+    /// # Panics
+    /// If the pattern is not one of the three.
+    #[must_use]
+    pub fn cold(pattern: &str, num_tokens: u32) -> Self {
+        let share = |f: f64| (f64::from(num_tokens) * (1.0 - f)) as u32;
+        let end = match pattern {
+            "data_parallel" => 0,
+            "prefill_decode" => num_tokens - 1,
+            balanced => {
+                let ratio = balanced.strip_prefix("balanced:").expect("a pattern").parse().expect("a ratio");
+                share(ratio).min(num_tokens - 1)
+            }
+        };
+        Self { matched: 0, sent: end, computed_on_p: end, computed_on_d: num_tokens - end }
+    }
+}

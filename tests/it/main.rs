@@ -1,0 +1,26 @@
+//! One binary for all end-to-end tests, so that they link once.
+
+#![forbid(unsafe_code)]
+#![allow(clippy::disallowed_types, reason = "real processes are measured; there is no clock to pause")]
+
+mod bad_input;
+mod equality;
+mod mixed_load;
+mod operations;
+mod peer_death;
+mod python_clients;
+
+/// A file that is not listed above would silently not run.
+#[test]
+fn no_test_file_is_forgotten() {
+    let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("it");
+    let main = include_str!("main.rs");
+    for entry in std::fs::read_dir(dir).expect("the folder of this file") {
+        let path = entry.expect("an entry").path();
+        let stem = path.file_stem().expect("a name").to_string_lossy().into_owned();
+        assert!(
+            stem == "main" || main.contains(&format!("mod {stem};")),
+            "it/{stem}.rs is not listed in it/main.rs"
+        );
+    }
+}
