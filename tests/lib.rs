@@ -118,10 +118,10 @@ impl Work {
     pub fn of(answer: &Timed) -> Result<Self> {
         let figure = |key: &str| Ok::<u32, anyhow::Error>(u32::try_from(number(&answer.stats, key)?)?);
         Ok(Self {
-            matched: figure("decode_matched_tokens")?,
+            matched: figure("matched_tokens")?,
             sent: figure("sent_tokens")?,
             computed_on_p: figure("prefill_computed_tokens")?,
-            computed_on_d: figure("decode_computed_tokens")?,
+            computed_on_d: figure("computed_tokens")?,
         })
     }
 
