@@ -225,7 +225,7 @@ fn keep_nucleus(candidates: &mut Vec<Candidate>, target: u64) {
 /// Returns the token in whose share `random / 2^64` of the total falls.
 fn pick(shares: impl Iterator<Item = (u64, u32)> + Clone, random: u64) -> u32 {
     let total: u64 = shares.clone().map(|(weight, _)| weight).sum();
-    let mut left = (u128::from(random) * u128::from(total) >> 64) as u64;
+    let mut left = ((u128::from(random) * u128::from(total)) >> 64) as u64;
     for (weight, token) in shares {
         if left < weight {
             return token;
