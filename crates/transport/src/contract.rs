@@ -10,6 +10,10 @@
 //!  Released{G}: no write under G can land any more; only now may its pages serve something else
 //! ```
 //!
+//! A claim that breaks its own promise (a run outside the grant, more or fewer bytes than its range takes, bytes that fail
+//! their checksum) ends as `Lost` at the receiver and as `Closed` with [`Refusal::Revoked`] at the sender. What a lost claim
+//! covered cannot be claimed again.
+//!
 //! A transport knows bytes and ranges, never models. All methods are called from one thread, do not block, and report
 //! through [`KvTransport::poll`].
 
