@@ -36,6 +36,7 @@ mod layout;
 mod memory;
 mod microserving;
 mod openai;
+mod page_hash;
 mod range;
 mod sampling;
 mod sse;
@@ -61,6 +62,7 @@ pub use openai::{
     ResponseFormat, ServingStats, StreamOptions, TokenizeInput, TokenizeRequest, TokenizeResponse,
     TopLogprobs, Usage, chat_response, wire_logprob,
 };
+pub use page_hash::{PageHash, page_hashes};
 pub use range::KvRange;
 pub use sampling::{FinishReason, SamplingParams, TokenLogprob};
 pub use sse::{SSE_DONE, SseError, SseEvent, SseParser, sse_event};

@@ -132,7 +132,7 @@ pub struct KvEvent {
     pub kind: KvEventKind,
 }
 
-/// What changed in a context cache. Hashes are those of page chains, as 16 hex digits.
+/// What changed in a context cache. Hashes are those of page chains, as 32 hex digits ([`crate::PageHash`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum KvEventKind {

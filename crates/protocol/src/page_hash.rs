@@ -1,15 +1,17 @@
 //! Hash chains: a page named by everything from the beginning of its context to its own last token.
 
 use std::fmt;
+use std::str::FromStr;
 
-use microserving_protocol::TokenId;
 use xxhash_rust::xxh3::xxh3_128;
+
+use crate::TokenId;
 
 /// The name of one page's content: `h_i = H(h_(i-1), tokens of page i)`, `h_(-1) = H(salt)`.
 ///
 /// Two pages have the same name when they hold the same tokens behind the same context of the same tenant. It is a hint for
 /// a router's index and no proof: the cache itself always compares tokens. The hash is XXH3's 128 bits over little-endian
-/// numbers, so that every process computes the same.
+/// numbers, so that every process computes the same. As text it is 32 hex digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageHash(pub u128);
 
@@ -37,6 +39,16 @@ impl PageHash {
 impl fmt::Display for PageHash {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:032x}", self.0)
+    }
+}
+
+impl FromStr for PageHash {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let hex = text.len() == 32 && text.bytes().all(|digit| digit.is_ascii_hexdigit());
+        let number = u128::from_str_radix(text, 16).ok().filter(|_| hex);
+        number.map(Self).ok_or_else(|| format!("{text:?} is not a page hash of 32 hex digits"))
     }
 }
 
@@ -81,6 +93,16 @@ mod tests {
         assert_ne!(page_hashes("a", &all, 2), page_hashes("b", &all, 2));
         assert_ne!(page_hashes("", &all, 4).last(), page_hashes("", &all, 2).last());
         assert!(page_hashes("", &all, 0).is_empty());
+    }
+
+    #[test]
+    fn text_goes_both_ways() {
+        for hash in [PageHash(0), PageHash(u128::MAX), PageHash::root("x")] {
+            assert_eq!(hash.to_string().parse(), Ok(hash));
+        }
+        for bad in ["", "0", "+0000000000000000000000000000001", "g0000000000000000000000000000000"] {
+            assert!(bad.parse::<PageHash>().is_err(), "{bad}");
+        }
     }
 
     #[test]
