@@ -1,0 +1,73 @@
+//! An engine, as its callers see it.
+
+use std::fmt;
+use std::pin::Pin;
+
+use async_trait::async_trait;
+use futures::Stream;
+use microserving_protocol::{
+    AbortRequest, AbortResponse, CommitRequest, CommitResponse, CompletionRequest, CompletionResponse,
+    ModelList, PrepRecvRequest, PrepRecvResponse, RemoteSendRequest, RemoteSendResponse,
+    StartGenerateRequest, StateView,
+};
+
+use crate::{CallContext, ClientError};
+
+/// The chunks of a completion. Ends after the last chunk, or with one error; dropping it cancels the generation.
+pub type ChunkStream = Pin<Box<dyn Stream<Item = Result<CompletionResponse, ClientError>> + Send>>;
+
+/// The calls of one engine.
+///
+/// Every call ends by the context's deadline, with [`ClientError::Timeout`] at the latest. Cancel safety: a dropped future may leave
+/// its effect at the engine (a reservation, a job); [`EngineCalls::abort`] undoes it, and so does the end of the lease.
+#[async_trait]
+pub trait EngineCalls: Send + Sync + fmt::Debug {
+    /// Returns the engine's name for logs and metrics: where it is reached.
+    fn name(&self) -> &str;
+
+    /// Matches a prompt in the engine's context cache and reserves pages for the rest. Changes state: a leased reservation.
+    async fn prep_recv(
+        &self,
+        cx: &CallContext,
+        request: &PrepRecvRequest,
+    ) -> Result<PrepRecvResponse, ClientError>;
+
+    /// Computes KV and delivers it to an address; returns when the receiver can read all of it.
+    async fn remote_send(
+        &self,
+        cx: &CallContext,
+        request: &RemoteSendRequest,
+    ) -> Result<RemoteSendResponse, ClientError>;
+
+    /// Generates from what was received, or from the prompt alone.
+    async fn start_generate(
+        &self,
+        cx: &CallContext,
+        request: &StartGenerateRequest,
+    ) -> Result<ChunkStream, ClientError>;
+
+    /// Gives a sequence up. Idempotent.
+    async fn abort(&self, cx: &CallContext, request: &AbortRequest) -> Result<AbortResponse, ClientError>;
+
+    /// Keeps received KV in the context cache without generating.
+    async fn commit(&self, cx: &CallContext, request: &CommitRequest) -> Result<CommitResponse, ClientError>;
+
+    /// Generates by the engine's own OpenAI door, `POST /v1/completions`.
+    async fn completions(
+        &self,
+        cx: &CallContext,
+        request: &CompletionRequest,
+    ) -> Result<ChunkStream, ClientError>;
+
+    /// Returns the models that the engine serves. Changes nothing.
+    async fn models(&self, cx: &CallContext) -> Result<ModelList, ClientError>;
+
+    /// Returns the engine's load. Changes nothing.
+    async fn state(&self, cx: &CallContext) -> Result<StateView, ClientError>;
+
+    /// Says whether the engine takes requests now. Changes nothing.
+    async fn ready(&self, cx: &CallContext) -> Result<(), ClientError>;
+
+    /// Returns the engine's tokenizer and chat template, in the text crate's form. Changes nothing.
+    async fn tokenizer(&self, cx: &CallContext) -> Result<serde_json::Value, ClientError>;
+}

@@ -1,0 +1,281 @@
+//! The calls over HTTP/1.1 and JSON.
+
+use std::fmt;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use futures::stream;
+use http::{HeaderMap, HeaderValue, Method, Request, Response, Uri, header};
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Incoming;
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+use microserving_protocol::{
+    AbortRequest, AbortResponse, ApiError, CommitRequest, CommitResponse, CompletionRequest,
+    CompletionResponse, ModelList, PrepRecvRequest, PrepRecvResponse, RemoteSendRequest, RemoteSendResponse,
+    StartGenerateRequest, StateView,
+};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::stream::EventStream;
+use crate::{BadUrl, CallContext, ChunkStream, ClientError, EngineCalls};
+
+/// Answers larger than this are refused; the largest is a tokenizer of some tens of megabytes.
+const MAX_BODY_BYTES: usize = 256 << 20;
+/// How long a connection may take to be made; a host that is down does not say so.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long an unused connection is kept.
+const POOL_IDLE: Duration = Duration::from_secs(30);
+
+/// An engine reached over HTTP. Cheap to clone; clones share their connections.
+#[derive(Clone)]
+pub struct HttpEngineClient {
+    base: String,
+    client: Client<HttpConnector, Full<Bytes>>,
+}
+
+impl fmt::Debug for HttpEngineClient {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("HttpEngineClient").field(&self.base).finish()
+    }
+}
+
+impl HttpEngineClient {
+    /// Makes a client of the engine at `url`, for example `http://10.0.0.7:8001`. Connects on the first call.
+    ///
+    /// # Errors
+    /// If `url` is not `http://host:port`, possibly with a path that goes before those of the calls.
+    pub fn new(url: &str) -> Result<Self, BadUrl> {
+        let bad = |reason: String| BadUrl { url: url.to_owned(), reason };
+        let base = url.trim_end_matches('/');
+        let uri: Uri = base.parse().map_err(|error: http::uri::InvalidUri| bad(error.to_string()))?;
+        if uri.scheme_str() != Some("http") {
+            return Err(bad("must begin with http://".into()));
+        }
+        if uri.host().is_none_or(str::is_empty) {
+            return Err(bad("has no host".into()));
+        }
+        if uri.query().is_some() {
+            return Err(bad("must have no query".into()));
+        }
+        let mut connector = HttpConnector::new();
+        connector.set_nodelay(true);
+        connector.set_connect_timeout(Some(CONNECT_TIMEOUT));
+        let client = Client::builder(TokioExecutor::new())
+            .pool_timer(TokioTimer::new())
+            .pool_idle_timeout(POOL_IDLE)
+            .build(connector);
+        Ok(Self { base: base.to_owned(), client })
+    }
+
+    fn request(
+        &self,
+        cx: &CallContext,
+        method: Method,
+        path: &str,
+        body: Option<Vec<u8>>,
+    ) -> Result<Request<Full<Bytes>>, ClientError> {
+        let mut builder = Request::builder().method(method).uri(format!("{}{path}", self.base));
+        if body.is_some() {
+            builder = builder.header(header::CONTENT_TYPE, "application/json");
+        }
+        let headers = [("x-request-id", &cx.request_id), ("traceparent", &cx.traceparent)];
+        for (name, value) in headers {
+            if let Some(value) = value.as_deref().and_then(|value| HeaderValue::from_str(value).ok()) {
+                builder = builder.header(name, value);
+            }
+        }
+        if cx.wants_stats {
+            builder = builder.header("x-microserving-stats", "1");
+        }
+        builder
+            .body(Full::new(Bytes::from(body.unwrap_or_default())))
+            .map_err(|error| self.malformed(format!("the request cannot be written: {error}")))
+    }
+
+    /// Sends a request and returns the answer once its head is there, if that says success.
+    async fn send(
+        &self,
+        cx: &CallContext,
+        method: Method,
+        path: &str,
+        body: Option<Vec<u8>>,
+    ) -> Result<Response<Incoming>, ClientError> {
+        let request = self.request(cx, method, path, body)?;
+        let answer = self
+            .in_time(cx, self.client.request(request))
+            .await?
+            .map_err(|error| ClientError::Unreachable { engine: self.base.clone(), reason: chain(&error) })?;
+        if answer.status().is_success() {
+            return Ok(answer);
+        }
+        let status = answer.status().as_u16();
+        let retry_after = retry_after(answer.headers());
+        let body = self.body(cx, answer).await.unwrap_or_default();
+        let mut error = ApiError::from_body(status, &body);
+        error.retry_after = retry_after;
+        Err(ClientError::Refused { engine: self.base.clone(), error: Box::new(error) })
+    }
+
+    async fn body(&self, cx: &CallContext, answer: Response<Incoming>) -> Result<Bytes, ClientError> {
+        let body = Limited::new(answer.into_body(), MAX_BODY_BYTES).collect();
+        match self.in_time(cx, body).await? {
+            Ok(body) => Ok(body.to_bytes()),
+            Err(error) => Err(self.lost(chain(&*error))),
+        }
+    }
+
+    async fn json<T: DeserializeOwned>(
+        &self,
+        cx: &CallContext,
+        method: Method,
+        path: &str,
+        body: Option<Vec<u8>>,
+    ) -> Result<T, ClientError> {
+        let answer = self.send(cx, method, path, body).await?;
+        let body = self.body(cx, answer).await?;
+        serde_json::from_slice(&body).map_err(|error| self.malformed(format!("{path}: {error}")))
+    }
+
+    async fn post<T: DeserializeOwned>(
+        &self,
+        cx: &CallContext,
+        path: &str,
+        body: &(impl Serialize + Sync),
+    ) -> Result<T, ClientError> {
+        let body = self.encode(body)?;
+        self.json(cx, Method::POST, path, Some(body)).await
+    }
+
+    async fn get<T: DeserializeOwned>(&self, cx: &CallContext, path: &str) -> Result<T, ClientError> {
+        self.json(cx, Method::GET, path, None).await
+    }
+
+    async fn chunks(
+        &self,
+        cx: &CallContext,
+        path: &str,
+        body: &(impl Serialize + Sync),
+    ) -> Result<ChunkStream, ClientError> {
+        let body = self.encode(body)?;
+        let answer = self.send(cx, Method::POST, path, Some(body)).await?;
+        let content_type = answer
+            .headers()
+            .get(header::CONTENT_TYPE)
+            .and_then(|value| value.to_str().ok())
+            .unwrap_or_default();
+        if content_type.starts_with("text/event-stream") {
+            let events = EventStream::new(self.base.clone(), cx.deadline, answer.into_body());
+            return Ok(Box::pin(events.into_chunks()));
+        }
+        let body = self.body(cx, answer).await?;
+        let whole: CompletionResponse =
+            serde_json::from_slice(&body).map_err(|error| self.malformed(format!("{path}: {error}")))?;
+        Ok(Box::pin(stream::once(async move { Ok(whole) })))
+    }
+
+    async fn in_time<F: Future>(&self, cx: &CallContext, call: F) -> Result<F::Output, ClientError> {
+        match cx.deadline {
+            None => Ok(call.await),
+            Some(deadline) => tokio::time::timeout_at(deadline, call)
+                .await
+                .map_err(|_| ClientError::Timeout { engine: self.base.clone() }),
+        }
+    }
+
+    fn encode(&self, body: &impl Serialize) -> Result<Vec<u8>, ClientError> {
+        serde_json::to_vec(body)
+            .map_err(|error| self.malformed(format!("the request cannot be written: {error}")))
+    }
+
+    fn malformed(&self, reason: String) -> ClientError {
+        ClientError::Malformed { engine: self.base.clone(), reason }
+    }
+
+    fn lost(&self, reason: String) -> ClientError {
+        ClientError::Lost { engine: self.base.clone(), reason }
+    }
+}
+
+#[async_trait]
+impl EngineCalls for HttpEngineClient {
+    fn name(&self) -> &str {
+        &self.base
+    }
+
+    async fn prep_recv(
+        &self,
+        cx: &CallContext,
+        request: &PrepRecvRequest,
+    ) -> Result<PrepRecvResponse, ClientError> {
+        self.post(cx, "/microserving/prep_recv", request).await
+    }
+
+    async fn remote_send(
+        &self,
+        cx: &CallContext,
+        request: &RemoteSendRequest,
+    ) -> Result<RemoteSendResponse, ClientError> {
+        self.post(cx, "/microserving/remote_send", request).await
+    }
+
+    async fn start_generate(
+        &self,
+        cx: &CallContext,
+        request: &StartGenerateRequest,
+    ) -> Result<ChunkStream, ClientError> {
+        self.chunks(cx, "/microserving/start_generate", request).await
+    }
+
+    async fn abort(&self, cx: &CallContext, request: &AbortRequest) -> Result<AbortResponse, ClientError> {
+        self.post(cx, "/microserving/abort", request).await
+    }
+
+    async fn commit(&self, cx: &CallContext, request: &CommitRequest) -> Result<CommitResponse, ClientError> {
+        self.post(cx, "/microserving/commit", request).await
+    }
+
+    async fn completions(
+        &self,
+        cx: &CallContext,
+        request: &CompletionRequest,
+    ) -> Result<ChunkStream, ClientError> {
+        self.chunks(cx, "/v1/completions", request).await
+    }
+
+    async fn models(&self, cx: &CallContext) -> Result<ModelList, ClientError> {
+        self.get(cx, "/v1/models").await
+    }
+
+    async fn state(&self, cx: &CallContext) -> Result<StateView, ClientError> {
+        self.get(cx, "/microserving/state").await
+    }
+
+    async fn ready(&self, cx: &CallContext) -> Result<(), ClientError> {
+        let answer = self.send(cx, Method::GET, "/health/ready", None).await?;
+        self.body(cx, answer).await.map(|_| ())
+    }
+
+    async fn tokenizer(&self, cx: &CallContext) -> Result<serde_json::Value, ClientError> {
+        self.get(cx, "/microserving/tokenizer").await
+    }
+}
+
+fn retry_after(headers: &HeaderMap) -> Option<Duration> {
+    headers.get(header::RETRY_AFTER)?.to_str().ok()?.trim().parse().ok().map(Duration::from_secs)
+}
+
+/// Writes an error with its causes, which is where the system's own words are.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(inner) = cause {
+        text.push_str(": ");
+        text.push_str(&inner.to_string());
+        cause = inner.source();
+    }
+    text
+}

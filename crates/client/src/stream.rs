@@ -1,0 +1,116 @@
+//! Reading a stream of chunks off a body.
+
+use std::collections::VecDeque;
+
+use futures::Stream;
+use http_body_util::BodyExt;
+use hyper::body::Incoming;
+use microserving_protocol::{ApiError, CompletionResponse, SseEvent, SseParser};
+use tokio::time::Instant;
+
+use crate::ClientError;
+use crate::http::chain;
+
+/// A body that is being cut into events. Dropping it before its end closes the connection.
+pub(crate) struct EventStream {
+    engine: String,
+    deadline: Option<Instant>,
+    body: Incoming,
+    parser: SseParser,
+    pending: VecDeque<SseEvent>,
+}
+
+impl EventStream {
+    pub(crate) fn new(engine: String, deadline: Option<Instant>, body: Incoming) -> Self {
+        Self { engine, deadline, body, parser: SseParser::new(), pending: VecDeque::new() }
+    }
+
+    /// Returns the chunks; the first error is the last item.
+    pub(crate) fn into_chunks(self) -> impl Stream<Item = Result<CompletionResponse, ClientError>> + Send {
+        futures::stream::unfold(Some(self), |state| async move {
+            let mut events = state?;
+            match events.next_chunk().await {
+                Ok(Some(chunk)) => Some((Ok(chunk), Some(events))),
+                Ok(None) => None,
+                Err(error) => Some((Err(error), None)),
+            }
+        })
+    }
+
+    /// Returns the next chunk, or nothing after `[DONE]`. Only `[DONE]` is a proper end.
+    async fn next_chunk(&mut self) -> Result<Option<CompletionResponse>, ClientError> {
+        loop {
+            match self.pending.pop_front() {
+                Some(SseEvent::Done) => {
+                    self.finish_body().await;
+                    return Ok(None);
+                }
+                Some(SseEvent::Data(data)) => return self.parse(&data).map(Some),
+                None => {}
+            }
+            let Some(bytes) = self.next_bytes().await? else {
+                return Err(self.lost("the stream ended without [DONE]".into()));
+            };
+            let events = self.parser.push(&bytes).map_err(|error| self.malformed(error.to_string()))?;
+            self.pending.extend(events);
+        }
+    }
+
+    async fn next_bytes(&mut self) -> Result<Option<bytes::Bytes>, ClientError> {
+        loop {
+            let frame = match self.deadline {
+                None => self.body.frame().await,
+                Some(deadline) => tokio::time::timeout_at(deadline, self.body.frame())
+                    .await
+                    .map_err(|_| ClientError::Timeout { engine: self.engine.clone() })?,
+            };
+            match frame {
+                None => return Ok(None),
+                Some(Err(error)) => return Err(self.lost(chain(&error))),
+                Some(Ok(frame)) => {
+                    if let Ok(bytes) = frame.into_data() {
+                        return Ok(Some(bytes));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Reads the end of the body, which follows `[DONE]` at once, so that the connection can be used again.
+    async fn finish_body(&mut self) {
+        let rest = async { while let Some(Ok(_)) = self.body.frame().await {} };
+        // An engine that keeps the body open costs us a connection, not the answer.
+        let _ = tokio::time::timeout(std::time::Duration::from_millis(50), rest).await;
+    }
+
+    fn parse(&self, data: &str) -> Result<CompletionResponse, ClientError> {
+        let value: serde_json::Value = serde_json::from_str(data)
+            .map_err(|error| self.malformed(format!("a chunk is no JSON: {error}")))?;
+        if let Some(error) = ApiError::from_value(500, &value) {
+            return Err(ClientError::Refused {
+                engine: self.engine.clone(),
+                error: Box::new(with_status(error)),
+            });
+        }
+        serde_json::from_value(value)
+            .map_err(|error| self.malformed(format!("a chunk is malformed: {error}")))
+    }
+
+    fn lost(&self, reason: String) -> ClientError {
+        ClientError::Lost { engine: self.engine.clone(), reason }
+    }
+
+    fn malformed(&self, reason: String) -> ClientError {
+        ClientError::Malformed { engine: self.engine.clone(), reason }
+    }
+}
+
+/// An event of a stream has no status of its own; engines put it into `code`.
+fn with_status(mut error: ApiError) -> ApiError {
+    if let Some(status) = error.code.as_deref().and_then(|code| code.parse().ok())
+        && (400..600).contains(&status)
+    {
+        error.status = status;
+    }
+    error
+}
