@@ -450,12 +450,14 @@ impl<K: Ord + Clone, V: Clone> RadixTree<K, V> {
         self.nodes.get(from).ok_or(RadixError::StaleNode { node: from })?;
         self.check_shape(keys, values)?;
         let (end, num_matched) = self.store(from, keys, values);
+        // What lies behind `keys` in the same node has not been used.
+        let end = self.end_node_at(end);
         let tick = self.tick();
-        let node = self.node_mut(end.node);
-        let was = (node.last_used, end.node);
+        let node = self.node_mut(end);
+        let was = (node.last_used, end);
         node.last_used = tick;
         if self.evictable.remove(&was) {
-            self.evictable.insert((tick, end.node));
+            self.evictable.insert((tick, end));
         }
         Ok(num_matched)
     }
