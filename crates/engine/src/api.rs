@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use microserving_executor::TokenConstraint;
+use microserving_executor::{ExecutorInfo, TokenConstraint};
 use microserving_protocol::{
     Attempt, EngineId, FinishReason, Generation, Incarnation, KvRange, SamplingParams, SeqId, TokenId,
     TokenLogprob,
@@ -356,6 +356,12 @@ pub enum EngineError {
         /// The reservation.
         generation: Generation,
     },
+    /// The KV did not arrive, or arrived damaged, and there is nothing to fall back to.
+    #[error("the transfer of {seq_id} was lost")]
+    TransferLost {
+        /// The key.
+        seq_id: SeqId,
+    },
     /// The caller's time ran out.
     #[error("the deadline of {seq_id} has passed")]
     DeadlineExceeded {
@@ -368,7 +374,75 @@ pub enum EngineError {
         /// The cause.
         reason: String,
     },
+    /// The transport failed here, before anything was sent; the sequence is gone, the engine goes on.
+    #[error("the transport failed: {reason}")]
+    Transport {
+        /// The cause.
+        reason: String,
+    },
     /// The engine is shutting down and takes nothing new.
     #[error("the engine is draining")]
     Draining,
+}
+
+/// `abort`: gives a request up, whatever it is doing here. Idempotent; wins over a `prep_recv` that it overtakes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Abort {
+    /// The request.
+    pub seq_id: SeqId,
+    /// The last try to be given up; `None` is the one that is known here, or the first.
+    pub attempt: Option<Attempt>,
+}
+
+/// `commit`: keeps the received KV in the context cache without generating.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Commit {
+    /// The request.
+    pub seq_id: SeqId,
+    /// The try; `None` is the one that is known here.
+    pub attempt: Option<Attempt>,
+}
+
+/// The answer to `commit`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CommitReply {
+    /// The key that was committed.
+    pub key: CallKey,
+    /// Tokens of the prompt that the context cache holds now: full pages only.
+    pub committed_tokens: u32,
+}
+
+/// `pause`: stops decoding and answers the tokens so far; the sequence keeps its pages until it is aborted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pause {
+    /// The request.
+    pub seq_id: SeqId,
+    /// The try; `None` is the one that is known here.
+    pub attempt: Option<Attempt>,
+}
+
+/// The answer to `pause`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PauseReply {
+    /// The key that was paused.
+    pub key: CallKey,
+    /// The output tokens of each choice so far, those replayed by `generated_from` left out.
+    pub tokens: Vec<Vec<TokenId>>,
+}
+
+/// What an engine is, fixed once it runs.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EngineInfo {
+    /// The engine's name.
+    pub engine_id: EngineId,
+    /// Its boot.
+    pub incarnation: Incarnation,
+    /// The model it runs.
+    pub executor: ExecutorInfo,
+    /// Pages of its KV region.
+    pub num_pages: u32,
+    /// The transport's name.
+    pub transport: &'static str,
+    /// How long a reservation stands without a sign of life.
+    pub lease: Duration,
 }
