@@ -1,0 +1,220 @@
+//! The executor contract over the walk.
+
+use std::sync::Arc;
+
+use microserving_executor::{Batch, Executor, ExecutorError, ExecutorInfo, StepOutput};
+use microserving_protocol::{KvDtype, KvGeometry, KvLayout, KvMemory, LayerId, MemoryKind, PageId};
+
+use crate::attention::KvRegion;
+use crate::config::{CandleConfig, LoadProgress, ModelFormat};
+use crate::forward::{Model, Sequence};
+use crate::kernels::{KernelLevel, Kernels};
+use crate::load::{GgufSource, SafetensorsSource, TensorSource, build, load_error};
+use crate::pool::Pool;
+
+/// Runs one model on the CPU.
+///
+/// The files must not change while [`Self::load`] runs; they are not needed afterwards.
+#[derive(Debug)]
+pub struct CandleExecutor {
+    info: ExecutorInfo,
+    model: Model,
+    kv: Option<(KvGeometry, Arc<dyn KvMemory>)>,
+    /// Pages written by the step at hand; kept for its memory.
+    written: Vec<PageId>,
+    /// Rows whose logits are wanted; kept for its memory.
+    wanted: Vec<usize>,
+}
+
+impl CandleExecutor {
+    /// Loads a model, telling `progress` after each tensor.
+    ///
+    /// # Errors
+    /// [`ExecutorError::Load`] naming the file, key, tensor or option that is wrong; [`ExecutorError::Device`] if the
+    /// machine lacks the instructions asked for or refuses threads.
+    pub fn load(
+        config: &CandleConfig,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Self, ExecutorError> {
+        if config.page_size == 0 || config.page_size > 1 << 16 {
+            return Err(load_error(format!("page_size is {}, outside 1..=65536", config.page_size)));
+        }
+        if config.kv_dtype == KvDtype::U64 {
+            return Err(load_error("kv_dtype u64 is not a number format; use f32, f16 or bf16"));
+        }
+        let level = config.kernel_level.unwrap_or_else(KernelLevel::detect);
+        let kernels = Kernels::new(level).ok_or_else(|| ExecutorError::Device {
+            reason: format!("kernel_level: this machine lacks the instructions of {level}"),
+        })?;
+        let mut source: Box<dyn TensorSource> = match ModelFormat::of(&config.path)? {
+            ModelFormat::Gguf => Box::new(GgufSource::open(&config.path)?),
+            ModelFormat::Safetensors => Box::new(SafetensorsSource::open(&config.path)?),
+        };
+        let max_context = match config.max_context {
+            None => source.config().max_context,
+            Some(asked) if (1..=source.config().max_context).contains(&asked) => asked,
+            Some(asked) => {
+                let most = source.config().max_context;
+                return Err(load_error(format!("max_context is {asked}, the model allows 1..={most}")));
+            }
+        };
+        let weights = build(&mut *source, config.dtype, progress)?;
+        let shape = source.config().clone();
+        tracing::info!(
+            path = %config.path.display(),
+            architecture = shape.architecture.name(),
+            form = weights.form.name(),
+            kernels = level.name(),
+            weight_bytes = weights.arena.num_bytes(),
+            "model loaded"
+        );
+        let layout = KvLayout {
+            page_size: config.page_size,
+            num_layers: shape.num_layers as u32,
+            num_kv_heads: shape.num_kv_heads as u32,
+            head_dim: shape.head_dim as u32,
+            dtype: config.kv_dtype,
+            model_hash: source.hash(),
+            numeric_mode: format!("{}/{level}", weights.form.name()),
+            tp_rank: 0,
+            tp_size: 1,
+        };
+        let stem = || config.path.file_stem().map(|stem| stem.to_string_lossy().into_owned());
+        let model = config.model.clone().or_else(|| shape.name.clone()).or_else(stem);
+        let info = ExecutorInfo {
+            model: model.unwrap_or_else(|| shape.architecture.name().to_owned()),
+            layout,
+            vocab_size: shape.vocab_size as u32,
+            max_context,
+            eos_tokens: config.eos_tokens.clone().unwrap_or_else(|| shape.eos_tokens.clone()),
+        };
+        let pool = Pool::new(config.threads)
+            .map_err(|err| ExecutorError::Device { reason: format!("threads: {err}") })?;
+        let model = Model::new(shape, weights, kernels, pool);
+        Ok(Self { info, model, kv: None, written: Vec::new(), wanted: Vec::new() })
+    }
+
+    /// Returns the bytes that the weights take.
+    #[must_use]
+    pub fn weight_bytes(&self) -> usize {
+        self.model.weights.arena.num_bytes()
+    }
+
+    /// Checks the batch against the contract, so that the walk can rely on it.
+    fn check(&mut self, batch: &Batch<'_>, num_pages: u32) -> Result<(), ExecutorError> {
+        let page_size = self.info.layout.page_size;
+        self.written.clear();
+        for (item, entry) in batch.items.iter().enumerate() {
+            let malformed = |reason: String| ExecutorError::MalformedBatch { item, reason };
+            if entry.tokens.is_empty() {
+                return Err(malformed("it has no tokens".into()));
+            }
+            let end = entry.position as usize + entry.tokens.len();
+            if end > self.info.max_context as usize {
+                return Err(malformed(format!(
+                    "it ends at position {end}, the context holds {}",
+                    self.info.max_context
+                )));
+            }
+            let needed = end.div_ceil(page_size as usize);
+            if entry.pages.len() < needed {
+                return Err(malformed(format!("it has {} pages, {needed} are needed", entry.pages.len())));
+            }
+            if let Some(token) = entry.tokens.iter().find(|token| token.0 >= self.info.vocab_size) {
+                return Err(malformed(format!(
+                    "token {token} is outside the vocabulary of {}",
+                    self.info.vocab_size
+                )));
+            }
+            if let Some(page) = entry.pages[..needed].iter().find(|page| page.0 >= num_pages) {
+                return Err(malformed(format!("page {page} is outside the region of {num_pages}")));
+            }
+            self.written.extend_from_slice(&entry.pages[(entry.position / page_size) as usize..needed]);
+        }
+        self.written.sort_unstable();
+        if let Some(pair) = self.written.windows(2).find(|pair| pair[0] == pair[1]) {
+            let page = pair[0];
+            let writes = |entry: &microserving_executor::BatchItem<'_>| {
+                entry.pages[(entry.position / page_size) as usize..].contains(&page)
+            };
+            let item = batch.items.iter().rposition(writes).unwrap_or(0);
+            return Err(ExecutorError::MalformedBatch {
+                item,
+                reason: format!("page {page} would be written twice"),
+            });
+        }
+        Ok(())
+    }
+}
+
+impl Executor for CandleExecutor {
+    fn info(&self) -> &ExecutorInfo {
+        &self.info
+    }
+
+    fn attach(&mut self, geometry: KvGeometry, memory: Arc<dyn KvMemory>) -> Result<(), ExecutorError> {
+        let memory_error = |reason: String| Err(ExecutorError::Memory { reason });
+        if geometry.layout != self.info.layout {
+            return memory_error("the geometry's layout is not the model's".into());
+        }
+        if memory.kind() != MemoryKind::Host {
+            return memory_error(format!("{:?} memory, only host memory can be addressed", memory.kind()));
+        }
+        if memory.num_bytes() < geometry.region_bytes() {
+            return memory_error(format!(
+                "{} bytes, {} pages need {}",
+                memory.num_bytes(),
+                geometry.num_pages,
+                geometry.region_bytes()
+            ));
+        }
+        if !memory.base_address().is_multiple_of(64) {
+            return memory_error("the region does not begin on a multiple of 64 bytes".into());
+        }
+        self.kv = Some((geometry, memory));
+        Ok(())
+    }
+
+    fn forward(
+        &mut self,
+        batch: &mut Batch<'_>,
+        on_layer: &mut dyn FnMut(LayerId),
+    ) -> Result<StepOutput, ExecutorError> {
+        let (geometry, memory) = self
+            .kv
+            .clone()
+            .ok_or_else(|| ExecutorError::Memory { reason: "attach was not called".into() })?;
+        self.check(batch, geometry.num_pages)?;
+        let sequences: Vec<Sequence<'_>> = batch
+            .items
+            .iter()
+            .map(|item| Sequence { tokens: item.tokens, position: item.position, pages: item.pages })
+            .collect();
+        let region = KvRegion { base: memory.base_address() as *mut u8, geometry: &geometry };
+        // SAFETY: the batch was checked; `memory` keeps the region mapped, is large enough and aligned by `attach`; that no
+        // peer touches pages being written, and that pages read are written, is the contract of `forward`.
+        unsafe { self.model.run_layers(&sequences, region, on_layer) };
+
+        self.wanted.clear();
+        let mut end = 0;
+        for item in &batch.items {
+            end += item.tokens.len();
+            if item.sampler.is_some() {
+                self.wanted.push(end - 1);
+            }
+        }
+        let mut sampled = Vec::with_capacity(batch.items.len());
+        let mut items = batch.items.iter_mut();
+        self.model.logits(&self.wanted, &mut |logits| {
+            for item in items.by_ref() {
+                if let Some(sampler) = item.sampler.as_mut() {
+                    sampled.push(Some(sampler.sample(logits)));
+                    break;
+                }
+                sampled.push(None);
+            }
+        });
+        sampled.resize(batch.items.len(), None);
+        Ok(StepOutput { sampled, modelled: None })
+    }
+}

@@ -1,0 +1,464 @@
+//! The walk through the layers.
+
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+use microserving_protocol::{LayerId, PageId, TokenId};
+
+use crate::architecture::ModelConfig;
+use crate::attention::{Heads, KvRegion, Scratch, Unit, attend};
+use crate::kernels::{Kernels, Output, RowsRef};
+use crate::load::{LayerWeights, ModelWeights};
+use crate::pool::{Parts, Pool};
+use crate::weights::{Activation, Matrix};
+
+/// Rows that go through a layer's products together: their activations stay in the caches, and scratch stays small for a
+/// large batch. Rows do not meet outside attention, so the cut does not show.
+const ROW_BLOCK: usize = 256;
+
+/// Rows whose logits are computed together.
+const LOGIT_BLOCK: usize = 16;
+
+/// A loaded model with all that a step needs.
+#[derive(Debug)]
+pub(crate) struct Model {
+    pub(crate) config: ModelConfig,
+    pub(crate) weights: ModelWeights,
+    heads: Heads,
+    inverse_frequencies: Vec<f64>,
+    kernels: Kernels,
+    pool: Pool,
+    buffers: Buffers,
+    attention: Vec<Mutex<Scratch>>,
+}
+
+/// A batch item without its sampler, which the threads could not share.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sequence<'a> {
+    pub(crate) tokens: &'a [TokenId],
+    pub(crate) position: u32,
+    pub(crate) pages: &'a [PageId],
+}
+
+/// Where a row of the batch keeps its KV.
+#[derive(Clone, Copy, Debug)]
+struct Slot {
+    page: PageId,
+    slot: u32,
+}
+
+/// Memory that steps reuse; it grows to the largest batch seen.
+#[derive(Debug, Default)]
+struct Buffers {
+    /// `[rows][hidden]`, the residual stream.
+    x: Vec<f32>,
+    /// `[rows][q_width]`, queries and then what attention made of them.
+    q: Vec<f32>,
+    /// `[rows][head_dim / 2]` each.
+    cos: Vec<f32>,
+    sin: Vec<f32>,
+    slots: Vec<Slot>,
+    units: Vec<Unit>,
+    inputs: Inputs,
+    /// `[ROW_BLOCK][..]`, what a product returned.
+    outputs: Vec<f32>,
+    /// `[LOGIT_BLOCK][padded vocabulary]`.
+    logits: Vec<f32>,
+}
+
+/// Activation rows in whichever form the weights want.
+#[derive(Debug, Default)]
+struct Inputs {
+    f32: Vec<f32>,
+    bf16: Vec<u16>,
+    quants: Vec<i8>,
+    scales: Vec<f32>,
+    corrections: Vec<i32>,
+}
+
+/// [`Inputs`] in the hands of several threads.
+struct InputParts<'a> {
+    activation: Activation,
+    /// Elements of a row, padded.
+    k: usize,
+    f32: Parts<'a, f32>,
+    bf16: Parts<'a, u16>,
+    quants: Parts<'a, i8>,
+    scales: Parts<'a, f32>,
+    corrections: Parts<'a, i32>,
+}
+
+/// Makes `vec` at least `len` long.
+fn grow<T: Clone + Default>(vec: &mut Vec<T>, len: usize) {
+    if vec.len() < len {
+        vec.resize(len, T::default());
+    }
+}
+
+impl Inputs {
+    /// Makes room for `rows` inputs of `matrix`.
+    fn parts(&mut self, matrix: &Matrix, rows: usize) -> InputParts<'_> {
+        let (activation, k) = (matrix.activation(), matrix.padded_k());
+        match activation {
+            Activation::F32 => grow(&mut self.f32, rows * k),
+            Activation::Bf16 => grow(&mut self.bf16, rows * k),
+            Activation::Q8 => {
+                grow(&mut self.quants, rows * k);
+                grow(&mut self.scales, rows * k / 32);
+                grow(&mut self.corrections, rows * k / 32);
+            }
+        }
+        InputParts {
+            activation,
+            k,
+            f32: Parts::new(&mut self.f32),
+            bf16: Parts::new(&mut self.bf16),
+            quants: Parts::new(&mut self.quants),
+            scales: Parts::new(&mut self.scales),
+            corrections: Parts::new(&mut self.corrections),
+        }
+    }
+
+    fn rows(&self, activation: Activation) -> RowsRef<'_> {
+        match activation {
+            Activation::F32 => RowsRef::F32(&self.f32),
+            Activation::Bf16 => RowsRef::Bf16(&self.bf16),
+            Activation::Q8 => {
+                RowsRef::Q8 { quants: &self.quants, scales: &self.scales, corrections: &self.corrections }
+            }
+        }
+    }
+}
+
+impl InputParts<'_> {
+    /// Writes row `row`.
+    ///
+    /// # Safety
+    /// No one else accesses that row.
+    unsafe fn put(&self, kernels: Kernels, row: usize, x: &[f32]) {
+        let (k, blocks) = (self.k, self.k / 32);
+        // SAFETY: rows are disjoint and this one is the caller's.
+        unsafe {
+            match self.activation {
+                Activation::F32 => self.f32.get(row * k..(row + 1) * k).copy_from_slice(x),
+                Activation::Bf16 => kernels.to_bf16(x, self.bf16.get(row * k..(row + 1) * k)),
+                Activation::Q8 => kernels.quantise(
+                    x,
+                    self.quants.get(row * k..(row + 1) * k),
+                    self.scales.get(row * blocks..(row + 1) * blocks),
+                    self.corrections.get(row * blocks..(row + 1) * blocks),
+                ),
+            }
+        }
+    }
+}
+
+/// Cuts `rows` into pieces for the pool: `each(row)` for every row.
+fn for_rows(pool: &mut Pool, rows: usize, each: &(dyn Fn(usize) + Sync)) {
+    let pieces = if pool.num_threads() == 1 { 1 } else { rows.min(4 * pool.num_threads()) };
+    pool.run(pieces, &|piece, _| {
+        for row in cut(rows, pieces, piece) {
+            each(row);
+        }
+    });
+}
+
+/// Returns piece `piece` of `0..total` cut into `pieces`.
+fn cut(total: usize, pieces: usize, piece: usize) -> Range<usize> {
+    total * piece / pieces..total * (piece + 1) / pieces
+}
+
+impl Model {
+    pub(crate) fn new(config: ModelConfig, weights: ModelWeights, kernels: Kernels, pool: Pool) -> Self {
+        let heads = Heads {
+            num_heads: config.num_heads,
+            num_kv_heads: config.num_kv_heads,
+            head_dim: config.head_dim,
+        };
+        Self {
+            inverse_frequencies: config.inverse_frequencies(),
+            attention: (0..pool.num_threads()).map(|_| Mutex::new(Scratch::new(&heads))).collect(),
+            buffers: Buffers::default(),
+            config,
+            weights,
+            heads,
+            kernels,
+            pool,
+        }
+    }
+
+    /// Computes all layers: the KV of all rows is in the pages afterwards, their last hidden state in the buffers.
+    ///
+    /// # Safety
+    /// - The items were checked: tokens in the vocabulary, enough pages, all inside the region, no page written by two items.
+    /// - No one else writes the items' pages or reads the positions that are written, meanwhile.
+    pub(crate) unsafe fn run_layers(
+        &mut self,
+        items: &[Sequence<'_>],
+        kv: KvRegion<'_>,
+        on_layer: &mut dyn FnMut(LayerId),
+    ) {
+        let rows = self.prepare(items, kv.geometry.layout.page_size);
+        for layer in 0..self.config.num_layers {
+            let weights = self.weights.layers[layer];
+            let id = LayerId(layer as u32);
+            for block in blocks(rows) {
+                // SAFETY: as the caller promises.
+                unsafe { self.write_kv(&weights, id, block, kv) };
+            }
+            on_layer(id);
+            // SAFETY: as the caller promises; the layer's KV is written.
+            unsafe { self.attend_all(items, id, kv) };
+            for block in blocks(rows) {
+                self.finish_layer(&weights, block);
+            }
+        }
+    }
+
+    /// Looks up embeddings, angles, slots and units of the batch; returns its rows.
+    fn prepare(&mut self, items: &[Sequence<'_>], page_size: u32) -> usize {
+        let rows = items.iter().map(|item| item.tokens.len()).sum();
+        let (hidden, half) = (self.config.hidden, self.config.head_dim / 2);
+        let buffers = &mut self.buffers;
+        grow(&mut buffers.x, rows * hidden);
+        grow(&mut buffers.q, rows * self.config.q_width());
+        grow(&mut buffers.cos, rows * half);
+        grow(&mut buffers.sin, rows * half);
+        buffers.slots.clear();
+        buffers.units.clear();
+        let mut row = 0;
+        for (index, item) in items.iter().enumerate() {
+            let first_row = row;
+            for (i, token) in item.tokens.iter().enumerate() {
+                let x = &mut buffers.x[row * hidden..][..hidden];
+                self.weights.embedding.unpack(&self.weights.arena, token.0 as usize, x);
+                let position = item.position + i as u32;
+                for (at, frequency) in self.inverse_frequencies.iter().enumerate() {
+                    let (sin, cos) = (f64::from(position) * frequency).sin_cos();
+                    buffers.cos[row * half + at] = cos as f32;
+                    buffers.sin[row * half + at] = sin as f32;
+                }
+                buffers.slots.push(Slot {
+                    page: item.pages[(position / page_size) as usize],
+                    slot: position % page_size,
+                });
+                row += 1;
+            }
+            let per_unit = self.heads.tokens_per_unit();
+            for head in 0..self.config.num_kv_heads {
+                for first in (0..item.tokens.len()).step_by(per_unit) {
+                    buffers.units.push(Unit {
+                        item: index,
+                        head,
+                        first_row: first_row + first,
+                        num_tokens: per_unit.min(item.tokens.len() - first),
+                        position: item.position + first as u32,
+                    });
+                }
+            }
+        }
+        rows
+    }
+
+    /// The first half of a layer up to the KV cache, for a block of rows.
+    ///
+    /// # Safety
+    /// As [`Self::run_layers`].
+    unsafe fn write_kv(
+        &mut self,
+        weights: &LayerWeights,
+        layer: LayerId,
+        block: Range<usize>,
+        kv: KvRegion<'_>,
+    ) {
+        let Self { config, weights: all, kernels, pool, buffers, .. } = self;
+        let (kernels, arena) = (*kernels, &all.arena);
+        let (hidden, head_dim, half) = (config.hidden, config.head_dim, config.head_dim / 2);
+        let (q_width, kv_width) = (config.q_width(), config.kv_width());
+        let rows = block.len();
+        let norm = weights.attention_norm.get(arena);
+        let inputs = buffers.inputs.parts(&weights.qkv, rows);
+        let x = &buffers.x[block.start * hidden..];
+        grow(&mut buffers.outputs, rows * hidden);
+        let normed = Parts::new(&mut buffers.outputs);
+        for_rows(pool, rows, &|row| {
+            // SAFETY: each row is visited once.
+            unsafe {
+                let normed = normed.get(row * hidden..(row + 1) * hidden);
+                kernels.rms_norm(&x[row * hidden..][..hidden], norm, config.rms_eps, normed);
+                inputs.put(kernels, row, normed);
+            }
+        });
+        multiply(kernels, pool, arena, &weights.qkv, &buffers.inputs, rows, &mut buffers.outputs);
+
+        let stride = weights.qkv.padded_outputs();
+        let bias = weights.qkv_bias.map(|bias| bias.get(arena));
+        let q_norm = weights.q_norm.map(|norm| norm.get(arena));
+        let k_norm = weights.k_norm.map(|norm| norm.get(arena));
+        let outputs = Parts::new(&mut buffers.outputs);
+        let queries = Parts::new(&mut buffers.q);
+        let (cos, sin, slots) = (&buffers.cos, &buffers.sin, &buffers.slots);
+        for_rows(pool, rows, &|row| {
+            let at = block.start + row;
+            // SAFETY: each row is visited once.
+            let output = unsafe { outputs.get(row * stride..row * stride + q_width + 2 * kv_width) };
+            if let Some(bias) = bias {
+                kernels.add(output, bias);
+            }
+            let (cos, sin) = (&cos[at * half..][..half], &sin[at * half..][..half]);
+            for (head, x) in output[..q_width + kv_width].chunks_exact_mut(head_dim).enumerate() {
+                if let Some(norm) = if head < config.num_heads { q_norm } else { k_norm } {
+                    kernels.rms_norm_in_place(x, norm, config.rms_eps);
+                }
+                kernels.rope(x, cos, sin);
+            }
+            let (q, k_and_v) = output.split_at(q_width);
+            let (k, v) = k_and_v.split_at(kv_width);
+            let slot = (layer, slots[at].page, slots[at].slot);
+            // SAFETY: each row has its own queries and its own slot: items write no page in common, and the rows of an
+            // item no position in common.
+            unsafe {
+                queries.get(at * q_width..(at + 1) * q_width).copy_from_slice(q);
+                kv.store(kernels, slot, 0, k);
+                kv.store(kernels, slot, 1, v);
+            }
+        });
+    }
+
+    /// Attention of all rows.
+    ///
+    /// # Safety
+    /// As [`Self::run_layers`], and the layer's KV is written.
+    unsafe fn attend_all(&mut self, items: &[Sequence<'_>], layer: LayerId, kv: KvRegion<'_>) {
+        let Self { heads, kernels, pool, buffers, attention, .. } = self;
+        let (heads, kernels, attention) = (&*heads, *kernels, &*attention);
+        let queries = Parts::new(&mut buffers.q);
+        let units = &buffers.units;
+        pool.run(units.len(), &|unit, thread| {
+            let unit = &units[unit];
+            // A panicked piece leaves scratch in any state, and every unit starts it anew.
+            let mut scratch = attention[thread].lock().unwrap_or_else(PoisonError::into_inner);
+            let place = (layer, items[unit.item].pages);
+            // SAFETY: units share no heads of a row; KV is as the caller promises.
+            unsafe { attend(kernels, heads, kv, place, unit, &queries, &mut scratch) };
+        });
+    }
+
+    /// The second half of a layer, for a block of rows.
+    fn finish_layer(&mut self, weights: &LayerWeights, block: Range<usize>) {
+        let Self { config, weights: all, kernels, pool, buffers, .. } = self;
+        let (kernels, arena) = (*kernels, &all.arena);
+        let (hidden, q_width, rows) = (config.hidden, config.q_width(), block.len());
+
+        let inputs = buffers.inputs.parts(&weights.output, rows);
+        let attended = &buffers.q[block.start * q_width..];
+        for_rows(pool, rows, &|row| {
+            // SAFETY: each row is visited once.
+            unsafe { inputs.put(kernels, row, &attended[row * q_width..][..q_width]) };
+        });
+        multiply(kernels, pool, arena, &weights.output, &buffers.inputs, rows, &mut buffers.outputs);
+
+        let norm = weights.mlp_norm.get(arena);
+        let stride = weights.output.padded_outputs();
+        let inputs = buffers.inputs.parts(&weights.gate_up, rows);
+        let x = Parts::new(&mut buffers.x[block.start * hidden..block.end * hidden]);
+        let outputs = Parts::new(&mut buffers.outputs);
+        for_rows(pool, rows, &|row| {
+            // SAFETY: each row is visited once.
+            unsafe {
+                let x = x.get(row * hidden..(row + 1) * hidden);
+                let output = outputs.get(row * stride..row * stride + hidden);
+                kernels.add(x, output);
+                kernels.rms_norm(x, norm, config.rms_eps, output);
+                inputs.put(kernels, row, output);
+            }
+        });
+        multiply(kernels, pool, arena, &weights.gate_up, &buffers.inputs, rows, &mut buffers.outputs);
+
+        let stride = weights.gate_up.padded_outputs();
+        let inputs = buffers.inputs.parts(&weights.down, rows);
+        let outputs = Parts::new(&mut buffers.outputs);
+        for_rows(pool, rows, &|row| {
+            // SAFETY: each row is visited once.
+            unsafe {
+                let (gate, up) = outputs.get(row * stride..(row + 1) * stride).split_at_mut(stride / 2);
+                let gate = &mut gate[..config.intermediate];
+                kernels.silu_mul(gate, up);
+                inputs.put(kernels, row, gate);
+            }
+        });
+        multiply(kernels, pool, arena, &weights.down, &buffers.inputs, rows, &mut buffers.outputs);
+
+        let stride = weights.down.padded_outputs();
+        let x = Parts::new(&mut buffers.x[block.start * hidden..block.end * hidden]);
+        let outputs = &buffers.outputs;
+        for_rows(pool, rows, &|row| {
+            // SAFETY: each row is visited once.
+            let x = unsafe { x.get(row * hidden..(row + 1) * hidden) };
+            kernels.add(x, &outputs[row * stride..][..hidden]);
+        });
+    }
+
+    /// Computes the logits of some rows of the batch just run, calling `each` for one after the other.
+    pub(crate) fn logits(&mut self, rows: &[usize], each: &mut dyn FnMut(&mut [f32])) {
+        let Self { config, weights, kernels, pool, buffers, .. } = self;
+        let (kernels, arena, hidden) = (*kernels, &weights.arena, config.hidden);
+        let norm = weights.final_norm.get(arena);
+        let stride = weights.output.padded_outputs();
+        for block in rows.chunks(LOGIT_BLOCK) {
+            let inputs = buffers.inputs.parts(&weights.output, block.len());
+            grow(&mut buffers.outputs, block.len() * hidden);
+            let normed = Parts::new(&mut buffers.outputs);
+            let x = &buffers.x;
+            for_rows(pool, block.len(), &|row| {
+                // SAFETY: each row is visited once.
+                unsafe {
+                    let normed = normed.get(row * hidden..(row + 1) * hidden);
+                    kernels.rms_norm(&x[block[row] * hidden..][..hidden], norm, config.rms_eps, normed);
+                    inputs.put(kernels, row, normed);
+                }
+            });
+            multiply(
+                kernels,
+                pool,
+                arena,
+                &weights.output,
+                &buffers.inputs,
+                block.len(),
+                &mut buffers.logits,
+            );
+            for logits in buffers.logits.chunks_exact_mut(stride).take(block.len()) {
+                each(&mut logits[..config.vocab_size]);
+            }
+        }
+    }
+}
+
+/// Cuts rows into blocks.
+fn blocks(rows: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..rows).step_by(ROW_BLOCK).map(move |begin| begin..(begin + ROW_BLOCK).min(rows))
+}
+
+/// Multiplies `rows` input rows with a matrix, tiles spread over the threads. `outputs: [rows][padded outputs]`.
+fn multiply(
+    kernels: Kernels,
+    pool: &mut Pool,
+    arena: &crate::weights::Arena,
+    matrix: &Matrix,
+    inputs: &Inputs,
+    rows: usize,
+    outputs: &mut Vec<f32>,
+) {
+    grow(outputs, rows * matrix.padded_outputs());
+    let output = Output::new(outputs, matrix.padded_outputs());
+    let (weights, inputs) = (matrix.get(arena), inputs.rows(matrix.activation()));
+    // Pairs of tiles are the kernels' stride; several pieces a thread even out threads that are held up.
+    let pairs = matrix.num_tiles().div_ceil(2);
+    let pieces = if pool.num_threads() == 1 { 1 } else { pairs.min(6 * pool.num_threads()) };
+    pool.run(pieces, &|piece, _| {
+        let pairs = cut(pairs, pieces, piece);
+        let tiles = 2 * pairs.start..(2 * pairs.end).min(matrix.num_tiles());
+        // SAFETY: the pieces share no tile.
+        unsafe { kernels.matmul(weights, inputs, rows, tiles, output) };
+    });
+}

@@ -1,0 +1,348 @@
+//! The products with AVX-512, VNNI and BF16.
+//!
+//! One register holds the sixteen columns of a tile; `MR` rows by `NT` tiles of accumulators are kept in registers while
+//! `k` runs once. The per-element order is that of every other shape: see the module docs.
+
+use std::arch::x86_64::*;
+use std::ops::Range;
+
+use super::{F32Product, MatrixRef, NR, Output, Q8_BLOCK, RowsRef};
+
+/// Calls `$kernel::<rows, tiles>` over a range of rows in the tallest blocks that fit, tiles in pairs where `$pair` allows.
+macro_rules! blocks {
+    ($rows:expr, $tiles:expr, |$i:ident, $t:ident| $kernel:ident $args:tt, [$($mr:literal),+]) => {{
+        let mut $t = $tiles.start;
+        while $t < $tiles.end {
+            if $t + 2 <= $tiles.end {
+                let mut $i = $rows.start;
+                while $i < $rows.end {
+                    $(while $rows.end - $i >= $mr {
+                        // SAFETY: row and tile ranges lie inside what the caller checked; the instructions are there.
+                        unsafe { $kernel::<$mr, 2>$args };
+                        $i += $mr;
+                    })+
+                }
+                $t += 2;
+            } else {
+                let mut $i = $rows.start;
+                while $i < $rows.end {
+                    $(while $rows.end - $i >= $mr {
+                        // SAFETY: as above.
+                        unsafe { $kernel::<$mr, 1>$args };
+                        $i += $mr;
+                    })+
+                }
+                $t += 1;
+            }
+        }
+    }};
+}
+
+/// See `Kernels::f32_product`.
+///
+/// # Safety
+/// As there; the sizes are checked by the caller, and the machine has the instructions.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+pub(super) unsafe fn f32_product(
+    p: &F32Product<'_>,
+    rows: Range<usize>,
+    tiles: Range<usize>,
+    out: Output<'_>,
+) {
+    blocks!(rows, tiles, |i, t| f32_block(p, i, t, out), [12, 8, 4, 2, 1]);
+}
+
+/// See `Kernels::matmul`.
+///
+/// # Safety
+/// As there; the sizes are checked by the caller, and the machine has the instructions.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16")]
+pub(super) unsafe fn matmul(
+    matrix: MatrixRef<'_>,
+    rows: RowsRef<'_>,
+    range: Range<usize>,
+    tiles: Range<usize>,
+    out: Output<'_>,
+) {
+    match (matrix, rows) {
+        (MatrixRef::F32 { data, k }, RowsRef::F32(a)) => {
+            let p = F32Product { a, lda: k, w: data, tile: k * NR, ldw: NR, k, accumulate: false };
+            blocks!(range, tiles, |i, t| f32_block(&p, i, t, out), [12, 8, 4, 2, 1]);
+        }
+        (MatrixRef::F16 { data, k }, RowsRef::F32(a)) => {
+            blocks!(range, tiles, |i, t| f16_block(data, k, a, i, t, out), [12, 8, 4, 2, 1]);
+        }
+        (MatrixRef::Bf16 { data, k }, RowsRef::Bf16(a)) => {
+            blocks!(range, tiles, |i, t| bf16_block(data, k, a, i, t, out), [12, 8, 4, 2, 1]);
+        }
+        (MatrixRef::Q8 { quants, scales, k }, RowsRef::Q8 { quants: a, scales: d, corrections }) => {
+            let q8 = Q8 { quants, scales, k, a, d, corrections };
+            blocks!(range, tiles, |i, t| q8_block(&q8, i, t, out), [6, 4, 2, 1]);
+        }
+        _ => unreachable!("rows are prepared for the matrix they meet"),
+    }
+}
+
+/// Stores `MR x NT` accumulators.
+///
+/// # Safety
+/// The rows `i..i + MR` and tiles `t..t + NT` lie inside the output, exclusively the caller's.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn store<const MR: usize, const NT: usize>(
+    acc: &[[__m512; NT]; MR],
+    i: usize,
+    t: usize,
+    out: Output<'_>,
+) {
+    for (r, row) in acc.iter().enumerate() {
+        for (n, &lanes) in row.iter().enumerate() {
+            // SAFETY: inside the output, as the caller promises.
+            unsafe { _mm512_storeu_ps(out.base.add((i + r) * out.stride + (t + n) * NR), lanes) };
+        }
+    }
+}
+
+/// # Safety
+/// Rows `i..i + MR` and tiles `t..t + NT` lie inside the product's slices and the output.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn f32_block<const MR: usize, const NT: usize>(
+    p: &F32Product<'_>,
+    i: usize,
+    t: usize,
+    out: Output<'_>,
+) {
+    let mut acc = [[_mm512_setzero_ps(); NT]; MR];
+    if p.accumulate {
+        for (r, row) in acc.iter_mut().enumerate() {
+            for (n, lanes) in row.iter_mut().enumerate() {
+                // SAFETY: inside the output, as the caller promises.
+                *lanes = unsafe { _mm512_loadu_ps(out.base.add((i + r) * out.stride + (t + n) * NR)) };
+            }
+        }
+    }
+    let (a, w) = (p.a.as_ptr(), p.w.as_ptr());
+    for x in 0..p.k {
+        let mut right = [_mm512_setzero_ps(); NT];
+        for (n, right) in right.iter_mut().enumerate() {
+            // SAFETY: inside the right tiles; prefetching may point anywhere.
+            unsafe {
+                let at = w.add((t + n) * p.tile + x * p.ldw);
+                _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(1024).cast());
+                *right = _mm512_loadu_ps(at);
+            }
+        }
+        for (r, row) in acc.iter_mut().enumerate() {
+            // SAFETY: inside the left rows.
+            let left = _mm512_set1_ps(unsafe { *a.add((i + r) * p.lda + x) });
+            for (lanes, &right) in row.iter_mut().zip(&right) {
+                *lanes = _mm512_fmadd_ps(left, right, *lanes);
+            }
+        }
+    }
+    // SAFETY: as the caller promises.
+    unsafe { store(&acc, i, t, out) };
+}
+
+/// # Safety
+/// Rows `i..i + MR` and tiles `t..t + NT` lie inside the slices and the output.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn f16_block<const MR: usize, const NT: usize>(
+    data: &[u16],
+    k: usize,
+    a: &[f32],
+    i: usize,
+    t: usize,
+    out: Output<'_>,
+) {
+    let mut acc = [[_mm512_setzero_ps(); NT]; MR];
+    let (a, w) = (a.as_ptr(), data.as_ptr());
+    for x in 0..k {
+        let mut right = [_mm512_setzero_ps(); NT];
+        for (n, right) in right.iter_mut().enumerate() {
+            // SAFETY: inside the right tiles; prefetching may point anywhere.
+            unsafe {
+                let at = w.add(((t + n) * k + x) * NR);
+                _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(1024).cast());
+                *right = _mm512_cvtph_ps(_mm256_loadu_si256(at.cast()));
+            }
+        }
+        for (r, row) in acc.iter_mut().enumerate() {
+            // SAFETY: inside the left rows.
+            let left = _mm512_set1_ps(unsafe { *a.add((i + r) * k + x) });
+            for (lanes, &right) in row.iter_mut().zip(&right) {
+                *lanes = _mm512_fmadd_ps(left, right, *lanes);
+            }
+        }
+    }
+    // SAFETY: as the caller promises.
+    unsafe { store(&acc, i, t, out) };
+}
+
+/// # Safety
+/// Rows `i..i + MR` and tiles `t..t + NT` lie inside the slices and the output; `k` is even.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+unsafe fn bf16_block<const MR: usize, const NT: usize>(
+    data: &[u16],
+    k: usize,
+    a: &[u16],
+    i: usize,
+    t: usize,
+    out: Output<'_>,
+) {
+    let mut acc = [[_mm512_setzero_ps(); NT]; MR];
+    let (a, w) = (a.as_ptr(), data.as_ptr());
+    for x in 0..k / 2 {
+        let mut right = [_mm512_setzero_si512(); NT];
+        for (n, right) in right.iter_mut().enumerate() {
+            // SAFETY: inside the right tiles; prefetching may point anywhere.
+            unsafe {
+                let at = w.add(((t + n) * (k / 2) + x) * 2 * NR);
+                _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(1024).cast());
+                *right = _mm512_loadu_si512(at.cast());
+            }
+        }
+        for (r, row) in acc.iter_mut().enumerate() {
+            // SAFETY: inside the left rows; two neighbours are read as one word.
+            let left =
+                _mm512_set1_epi32(unsafe { a.add((i + r) * k + 2 * x).cast::<i32>().read_unaligned() });
+            for (lanes, &right) in row.iter_mut().zip(&right) {
+                // SAFETY: both are vectors of 512 bits, plain data.
+                let (left, right) = unsafe {
+                    (
+                        std::mem::transmute::<__m512i, __m512bh>(left),
+                        std::mem::transmute::<__m512i, __m512bh>(right),
+                    )
+                };
+                *lanes = _mm512_dpbf16_ps(*lanes, right, left);
+            }
+        }
+    }
+    // SAFETY: as the caller promises.
+    unsafe { store(&acc, i, t, out) };
+}
+
+/// A q8_0 product.
+struct Q8<'a> {
+    quants: &'a [u8],
+    scales: &'a [u16],
+    k: usize,
+    a: &'a [i8],
+    d: &'a [f32],
+    corrections: &'a [i32],
+}
+
+/// # Safety
+/// Rows `i..i + MR` and tiles `t..t + NT` lie inside the product's slices and the output.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+unsafe fn q8_block<const MR: usize, const NT: usize>(p: &Q8<'_>, i: usize, t: usize, out: Output<'_>) {
+    let blocks = p.k / Q8_BLOCK;
+    let mut acc = [[_mm512_setzero_ps(); NT]; MR];
+    for block in 0..blocks {
+        let mut dots = [[_mm512_setzero_si512(); NT]; MR];
+        for (r, row) in dots.iter_mut().enumerate() {
+            // SAFETY: inside the rows' corrections.
+            let correction =
+                _mm512_set1_epi32(unsafe { *p.corrections.as_ptr().add((i + r) * blocks + block) });
+            row.fill(correction);
+        }
+        for g in 0..8 {
+            let mut right = [_mm512_setzero_si512(); NT];
+            for (n, right) in right.iter_mut().enumerate() {
+                // SAFETY: inside the right tiles; prefetching may point anywhere.
+                unsafe {
+                    let at = p.quants.as_ptr().add(((t + n) * blocks + block) * 512 + g * 64);
+                    _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(2048).cast());
+                    *right = _mm512_loadu_si512(at.cast());
+                }
+            }
+            for (r, row) in dots.iter_mut().enumerate() {
+                // SAFETY: inside the left rows; four neighbours are read as one word.
+                let left = _mm512_set1_epi32(unsafe {
+                    p.a.as_ptr().add((i + r) * p.k + block * Q8_BLOCK + g * 4).cast::<i32>().read_unaligned()
+                });
+                for (dot, &right) in row.iter_mut().zip(&right) {
+                    *dot = _mm512_dpbusd_epi32(*dot, right, left);
+                }
+            }
+        }
+        let mut scale = [_mm512_setzero_ps(); NT];
+        for (n, scale) in scale.iter_mut().enumerate() {
+            // SAFETY: inside the scales.
+            *scale = unsafe {
+                _mm512_cvtph_ps(_mm256_loadu_si256(
+                    p.scales.as_ptr().add(((t + n) * blocks + block) * NR).cast(),
+                ))
+            };
+        }
+        for (r, row) in acc.iter_mut().enumerate() {
+            // SAFETY: inside the rows' scales.
+            let left = _mm512_set1_ps(unsafe { *p.d.as_ptr().add((i + r) * blocks + block) });
+            for (n, lanes) in row.iter_mut().enumerate() {
+                *lanes =
+                    _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[r][n]), _mm512_mul_ps(scale[n], left), *lanes);
+            }
+        }
+    }
+    // SAFETY: as the caller promises.
+    unsafe { store(&acc, i, t, out) };
+}
+
+/// Transposes whole blocks of 16 by 16: `out[d * out_stride + j] = rows[j * width + d]` for `j < num_rows`, `d < width`,
+/// both multiples of 16.
+///
+/// # Safety
+/// `rows` holds `num_rows * width` elements and `out` `(width - 1) * out_stride + num_rows`; the machine has the instructions.
+#[target_feature(enable = "avx512f,avx512dq")]
+pub(super) unsafe fn transpose(
+    rows: &[f32],
+    width: usize,
+    num_rows: usize,
+    out: &mut [f32],
+    out_stride: usize,
+) {
+    for j in (0..num_rows).step_by(16) {
+        for d in (0..width).step_by(16) {
+            let mut r = [_mm512_setzero_ps(); 16];
+            for (i, r) in r.iter_mut().enumerate() {
+                // SAFETY: inside the rows, as the caller promises.
+                *r = unsafe { _mm512_loadu_ps(rows.as_ptr().add((j + i) * width + d)) };
+            }
+            // After two rounds of interleaving, lane L of `quads[4 g + c]` is column 4 L + c of the rows 4 g to 4 g + 3.
+            let mut quads = [_mm512_setzero_pd(); 16];
+            for g in 0..4 {
+                let [a, b, c, e] = [r[4 * g], r[4 * g + 1], r[4 * g + 2], r[4 * g + 3]];
+                let low = [_mm512_unpacklo_ps(a, b), _mm512_unpacklo_ps(c, e)].map(|x| _mm512_castps_pd(x));
+                let high = [_mm512_unpackhi_ps(a, b), _mm512_unpackhi_ps(c, e)].map(|x| _mm512_castps_pd(x));
+                quads[4 * g] = _mm512_unpacklo_pd(low[0], low[1]);
+                quads[4 * g + 1] = _mm512_unpackhi_pd(low[0], low[1]);
+                quads[4 * g + 2] = _mm512_unpacklo_pd(high[0], high[1]);
+                quads[4 * g + 3] = _mm512_unpackhi_pd(high[0], high[1]);
+            }
+            for c in 0..4 {
+                let [a, b, e, f] = [quads[c], quads[4 + c], quads[8 + c], quads[12 + c]];
+                let ab_even = _mm512_shuffle_f64x2::<0x88>(a, b);
+                let ef_even = _mm512_shuffle_f64x2::<0x88>(e, f);
+                let ab_odd = _mm512_shuffle_f64x2::<0xdd>(a, b);
+                let ef_odd = _mm512_shuffle_f64x2::<0xdd>(e, f);
+                let columns = [
+                    _mm512_shuffle_f64x2::<0x88>(ab_even, ef_even),
+                    _mm512_shuffle_f64x2::<0x88>(ab_odd, ef_odd),
+                    _mm512_shuffle_f64x2::<0xdd>(ab_even, ef_even),
+                    _mm512_shuffle_f64x2::<0xdd>(ab_odd, ef_odd),
+                ];
+                for (lane, column) in columns.into_iter().enumerate() {
+                    // SAFETY: inside the output, as the caller promises.
+                    unsafe {
+                        let to = out.as_mut_ptr().add((d + 4 * lane + c) * out_stride + j);
+                        _mm512_storeu_ps(to, _mm512_castpd_ps(column));
+                    }
+                }
+            }
+        }
+    }
+}

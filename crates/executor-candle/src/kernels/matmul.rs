@@ -1,0 +1,197 @@
+//! Choosing a kernel for a product, and cutting the product into blocks that fit the caches.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use super::{KernelLevel, Kernels, NR, plain};
+#[cfg(target_arch = "x86_64")]
+use super::{avx2, avx512};
+
+/// Activations of one row block that should stay in the L2 cache while weight tiles stream past.
+const ROW_BLOCK_BYTES: usize = 256 * 1024;
+
+/// A packed matrix of `num_tiles * 16` output columns and `k` inputs; see the module's drawing for the layouts.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum MatrixRef<'a> {
+    /// Single precision.
+    F32 { data: &'a [f32], k: usize },
+    /// Half precision, widened when used.
+    F16 { data: &'a [u16], k: usize },
+    /// bfloat16; `k` is even.
+    Bf16 { data: &'a [u16], k: usize },
+    /// Eight-bit blocks; `k` is a multiple of 32.
+    Q8 { quants: &'a [u8], scales: &'a [u16], k: usize },
+}
+
+impl MatrixRef<'_> {
+    /// Returns the number of tiles.
+    pub(crate) fn num_tiles(&self) -> usize {
+        let (elements, k) = match *self {
+            Self::F32 { data, k } => (data.len(), k),
+            Self::F16 { data, k } | Self::Bf16 { data, k } => (data.len(), k),
+            Self::Q8 { quants, k, .. } => (quants.len(), k),
+        };
+        elements / (k * NR)
+    }
+}
+
+/// Activation rows in the form that a matrix form multiplies with; `k` as in the matrix, rows contiguous.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum RowsRef<'a> {
+    /// `[rows][k]`, for f32 and f16 weights.
+    F32(&'a [f32]),
+    /// `[rows][k]` bfloat16, for bf16 weights.
+    Bf16(&'a [u16]),
+    /// `quants: [rows][k]`, `scales: [rows][k/32]`, `corrections: [rows][k/32]` = -128 * the block's sum, for q8_0 weights.
+    Q8 { quants: &'a [i8], scales: &'a [f32], corrections: &'a [i32] },
+}
+
+/// Where a product goes: `[rows][stride]` f32, of which each caller writes the columns of its own tiles.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Output<'a> {
+    pub(super) base: *mut f32,
+    pub(super) len: usize,
+    pub(super) stride: usize,
+    lifetime: PhantomData<&'a mut [f32]>,
+}
+
+// SAFETY: it is a `&mut [f32]` that several threads may hold; who writes which columns is the contract of `matmul`.
+unsafe impl Send for Output<'_> {}
+// SAFETY: as above; nothing is readable through a shared `Output`.
+unsafe impl Sync for Output<'_> {}
+
+impl<'a> Output<'a> {
+    /// Borrows `rows` as rows of `stride` elements.
+    pub(crate) fn new(rows: &'a mut [f32], stride: usize) -> Self {
+        Self { base: rows.as_mut_ptr(), len: rows.len(), stride, lifetime: PhantomData }
+    }
+}
+
+/// One plain f32 product with free strides: what attention multiplies with, and the core of the packed f32 form.
+///
+/// `c[i][16 t + j] (+)= sum over x < k of a[i * lda + x] * w[t * tile + x * ldw + j]`
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct F32Product<'a> {
+    /// Left rows.
+    pub(crate) a: &'a [f32],
+    /// Elements between left rows.
+    pub(crate) lda: usize,
+    /// Right tiles.
+    pub(crate) w: &'a [f32],
+    /// Elements between tiles.
+    pub(crate) tile: usize,
+    /// Elements between steps of `k` in a tile.
+    pub(crate) ldw: usize,
+    /// Length of the sums.
+    pub(crate) k: usize,
+    /// Add to what is there instead of overwriting it.
+    pub(crate) accumulate: bool,
+}
+
+impl F32Product<'_> {
+    /// Panics unless every element that `rows` and `tiles` touch lies inside the slices.
+    fn check(&self, rows: &Range<usize>, tiles: &Range<usize>, out: &Output<'_>) {
+        if rows.is_empty() || tiles.is_empty() || self.k == 0 {
+            return;
+        }
+        assert!((rows.end - 1) * self.lda + self.k <= self.a.len(), "left rows end early");
+        assert!(
+            (tiles.end - 1) * self.tile + (self.k - 1) * self.ldw + NR <= self.w.len(),
+            "right tiles end early"
+        );
+        assert!((rows.end - 1) * out.stride + tiles.end * NR <= out.len, "output ends early");
+    }
+}
+
+impl Kernels {
+    /// Computes rows `rows` and tiles `tiles` of a product of free strides.
+    ///
+    /// # Safety
+    /// No one else may access the columns `16 * tiles` of the rows `rows` of `out` meanwhile.
+    pub(crate) unsafe fn f32_product(
+        self,
+        product: &F32Product<'_>,
+        rows: Range<usize>,
+        tiles: Range<usize>,
+        out: Output<'_>,
+    ) {
+        product.check(&rows, &tiles, &out);
+        match self.level() {
+            // SAFETY: the ranges were checked; exclusive access is the caller's promise.
+            KernelLevel::Plain => unsafe { plain::f32_product(product, rows, tiles, out) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above, and `Kernels` proves the instructions are there.
+            KernelLevel::Avx2 => unsafe { avx2::f32_product(product, rows, tiles, out) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            KernelLevel::Avx512 => unsafe { avx512::f32_product(product, rows, tiles, out) },
+            #[cfg(not(target_arch = "x86_64"))]
+            // SAFETY: as above; other levels cannot be constructed on this machine.
+            _ => unsafe { plain::f32_product(product, rows, tiles, out) },
+        }
+    }
+
+    /// Computes the columns of `tiles` for all `num_rows` rows: `out[i] = rows[i] * matrix^T`.
+    ///
+    /// # Safety
+    /// No one else may access the columns `16 * tiles` of `out` meanwhile.
+    ///
+    /// # Panics
+    /// If rows, matrix and output do not fit each other.
+    pub(crate) unsafe fn matmul(
+        self,
+        matrix: MatrixRef<'_>,
+        rows: RowsRef<'_>,
+        num_rows: usize,
+        tiles: Range<usize>,
+        out: Output<'_>,
+    ) {
+        assert!(tiles.end <= matrix.num_tiles(), "tiles past the end of the matrix");
+        assert!(out.stride * num_rows <= out.len && tiles.end * NR <= out.stride, "output ends early");
+        let row_bytes = match (matrix, rows) {
+            (MatrixRef::F32 { k, .. } | MatrixRef::F16 { k, .. }, RowsRef::F32(a)) => {
+                assert!(num_rows * k <= a.len(), "rows end early");
+                4 * k
+            }
+            (MatrixRef::Bf16 { k, .. }, RowsRef::Bf16(a)) => {
+                assert!(num_rows * k <= a.len() && k % 2 == 0, "rows end early");
+                2 * k
+            }
+            (MatrixRef::Q8 { scales, k, .. }, RowsRef::Q8 { quants, scales: row_scales, corrections }) => {
+                let blocks = k / super::Q8_BLOCK;
+                assert!(
+                    k % super::Q8_BLOCK == 0 && scales.len() >= tiles.end * blocks * NR,
+                    "scales end early"
+                );
+                assert!(
+                    num_rows * k <= quants.len()
+                        && num_rows * blocks <= row_scales.len()
+                        && num_rows * blocks <= corrections.len(),
+                    "rows end early"
+                );
+                k
+            }
+            _ => unreachable!("rows are prepared for the matrix they meet"),
+        };
+        // A multiple of the tallest kernel, so that only the last block leaves a remainder.
+        let step = (ROW_BLOCK_BYTES / row_bytes / 12).max(1) * 12;
+        let mut begin = 0;
+        while begin < num_rows {
+            let block = begin..(begin + step).min(num_rows);
+            begin = block.end;
+            match self.level() {
+                // SAFETY: all sizes were checked above; exclusive access is the caller's promise.
+                KernelLevel::Plain => unsafe { plain::matmul(matrix, rows, block, tiles.clone(), out) },
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: as above, and `Kernels` proves the instructions are there.
+                KernelLevel::Avx2 => unsafe { avx2::matmul(matrix, rows, block, tiles.clone(), out) },
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: as above.
+                KernelLevel::Avx512 => unsafe { avx512::matmul(matrix, rows, block, tiles.clone(), out) },
+                #[cfg(not(target_arch = "x86_64"))]
+                // SAFETY: as above; other levels cannot be constructed on this machine.
+                _ => unsafe { plain::matmul(matrix, rows, block, tiles.clone(), out) },
+            }
+        }
+    }
+}

@@ -1,0 +1,38 @@
+//! The arithmetic: packed matrix products and the element-wise steps of a transformer, at three instruction levels.
+//!
+//! # Fixed order
+//!
+//! Every output element of a product is one accumulator that runs over `k` from 0 upwards, whatever the number of rows,
+//! the tile shape or the thread. Columns sit in vector lanes, so a kernel for one row and a kernel for twelve do the very
+//! same additions in the very same order, and batches, chunks and threads cannot change a bit of the result. A dot product
+//! spread over lanes and folded at the end would be as fast, but only as long as every variant folds alike.
+//!
+//! Weights lie in tiles of [`NR`] output columns:
+//!
+//! ```text
+//! f32   [n/16][k][16]              f16   [n/16][k][16]
+//! bf16  [n/16][k/2][16][2]         k padded to even
+//! q8_0  [n/16][k/32][8][16][4] u8 biased by 128, scales f16 [n/16][k/32][16]
+//! ```
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod elementwise;
+mod level;
+mod matmul;
+mod plain;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use elementwise::bf16_bits;
+pub use level::KernelLevel;
+pub(crate) use level::Kernels;
+pub(crate) use matmul::{F32Product, MatrixRef, Output, RowsRef};
+
+/// Output columns in a tile of packed weights.
+pub(crate) const NR: usize = 16;
+
+/// Weights that share a scale in the q8_0 form.
+pub(crate) const Q8_BLOCK: usize = 32;

@@ -1,0 +1,11 @@
+//! From files to packed weights.
+
+mod build;
+mod gguf;
+mod safetensors;
+mod source;
+
+pub(crate) use build::{LayerWeights, ModelWeights, build};
+pub(crate) use gguf::GgufSource;
+pub(crate) use safetensors::SafetensorsSource;
+pub(crate) use source::{Tensor, TensorSource, TensorType, load_error};
