@@ -229,6 +229,8 @@ pub struct EngineState {
     pub sending: u32,
     /// Prefill tokens not yet computed.
     pub queued_prefill_tokens: u64,
+    /// Nothing new is taken any more.
+    pub draining: bool,
     /// Counters since boot.
     pub counters: EngineCounters,
 }

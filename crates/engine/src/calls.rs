@@ -171,8 +171,7 @@ impl Calls {
     ///
     /// The caller has aborted whatever lived under a lower attempt.
     pub(crate) fn open(&mut self, key: &CallKey) -> &mut Record {
-        let record =
-            self.records.entry(key.seq_id.clone()).or_insert_with(|| Record::new(key.attempt));
+        let record = self.records.entry(key.seq_id.clone()).or_insert_with(|| Record::new(key.attempt));
         if record.attempt < key.attempt {
             debug_assert!(!record.is_live(), "the older attempt is aborted first");
             self.logged_tokens -= record.logged_tokens;

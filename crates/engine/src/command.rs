@@ -23,6 +23,13 @@ pub enum Command {
         /// What is asked.
         call: Call,
     },
+    /// The listener of the generation `id` wants no more tokens of one choice; the others go on.
+    FinishChoice {
+        /// The `start_generate`.
+        id: CallId,
+        /// The choice.
+        choice: u32,
+    },
     /// The caller of `id` has gone away: nobody reads its answer.
     Cancel {
         /// The call that was given up.

@@ -42,9 +42,16 @@ impl Engine {
         let mut on_layer = |layer: LayerId| {
             for put in puts.iter_mut().filter(|put| put.failure.is_none()) {
                 let pages = sequences.get(&put.slot).map_or(&[][..], |sequence| sequence.pages.list());
-                put.failure =
-                    put_layer(transport.as_mut(), geometry, pages, put.channel, &put.address, layer, put.range)
-                        .err();
+                put.failure = put_layer(
+                    transport.as_mut(),
+                    geometry,
+                    pages,
+                    put.channel,
+                    &put.address,
+                    layer,
+                    put.range,
+                )
+                .err();
             }
         };
         let result = self.executor.forward(&mut batch, &mut on_layer);

@@ -173,9 +173,10 @@ impl Engine {
     /// Hears that a caller has gone away; what nobody waits for any more is given up.
     pub(crate) fn cancel(&mut self, call: CallId) {
         self.drains.retain(|&drain| drain != call);
-        let abandoned = self.requests.iter_mut().find_map(|(_, request)| {
-            request.detach(call).then(|| request.key.seq_id.clone())
-        });
+        let abandoned = self
+            .requests
+            .iter_mut()
+            .find_map(|(_, request)| request.detach(call).then(|| request.key.seq_id.clone()));
         if let Some(seq_id) = abandoned {
             self.counters.aborted += 1;
             if self.rules.break_by(Mutant::MissingAbort) {

@@ -111,7 +111,8 @@ impl Engine {
         config.validate().map_err(StartError::Config)?;
         let layout = executor.info().layout.clone();
         let geometry = KvGeometry { layout, num_pages: config.num_pages };
-        let cache = KvCache::new(cache_config(&config, geometry.layout.page_size)).map_err(StartError::Pool)?;
+        let cache =
+            KvCache::new(cache_config(&config, geometry.layout.page_size)).map_err(StartError::Pool)?;
         let num_bytes = geometry.region_bytes();
         let memory = transport
             .allocate_region(num_bytes)
@@ -201,6 +202,7 @@ impl Engine {
         for command in commands {
             match command {
                 Command::Call { id, call } => self.take(id, call),
+                Command::FinishChoice { id, choice } => self.finish_choice(id, choice),
                 Command::Cancel { id } => self.cancel(id),
             }
         }
@@ -332,11 +334,8 @@ impl Engine {
     fn check(&mut self) {
         self.cache.collect();
         let idle = self.is_idle() && self.quarantined.is_empty();
-        let checked = if idle {
-            invariants::check_idle(&mut self.cache)
-        } else {
-            invariants::check(&self.cache)
-        };
+        let checked =
+            if idle { invariants::check_idle(&mut self.cache) } else { invariants::check(&self.cache) };
         if let Err(violation) = checked {
             tracing::error!(%violation, "page invariant broken");
             debug_assert!(false, "{violation}");

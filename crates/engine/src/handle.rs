@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot, watch};
 
+use crate::stream::HeardEnough;
 use crate::thread::{EngineThread, Envelope};
 use crate::{
     Abort, Call, CallId, Commit, CommitReply, Engine, EngineError, EngineInfo, EngineState, GenerateStream,
@@ -122,8 +123,9 @@ impl EngineHandle {
     /// What can be told at the door; later failures come as [`crate::GenerateEvent::Failed`].
     pub async fn start_generate(&self, call: StartGenerate) -> Result<GenerateStream, EngineError> {
         let (events, stream) = mpsc::channel(self.stream_capacity(&call));
-        let stream = GenerateStream::new(stream, Arc::clone(&self.shared.bell));
-        match self.send(Call::StartGenerate(Box::new(call)), Some(events)).await? {
+        let heard_enough = Arc::<HeardEnough>::default();
+        let stream = GenerateStream::new(stream, Arc::clone(&self.shared.bell), Arc::clone(&heard_enough));
+        match self.send(Call::StartGenerate(Box::new(call)), Some((events, heard_enough))).await? {
             Reply::Started => Ok(stream),
             other => Err(unexpected(&other)),
         }
@@ -219,11 +221,12 @@ impl EngineHandle {
     async fn send(
         &self,
         call: Call,
-        events: Option<mpsc::Sender<crate::GenerateEvent>>,
+        listener: Option<(mpsc::Sender<crate::GenerateEvent>, Arc<HeardEnough>)>,
     ) -> Result<Reply, EngineError> {
         let (reply, answer) = oneshot::channel();
         let id = CallId(self.next_call.fetch_add(1, Ordering::Relaxed));
-        match self.queue.try_send(Envelope { id, call, reply, events }) {
+        let (events, heard_enough) = listener.unzip();
+        match self.queue.try_send(Envelope { id, call, reply, events, heard_enough }) {
             Ok(()) => {}
             Err(TrySendError::Full(_)) => {
                 return Err(EngineError::NoRoom {

@@ -38,3 +38,8 @@ pub use kv_events::{KvEventBatch, KvEventStream};
 pub use mutants::Mutant;
 pub use stream::GenerateStream;
 pub use thread::EngineThread;
+
+// What calls and answers are made of, so that a surface over the engine needs no crate below it.
+pub use microserving_executor::{ConstraintError, ExecutorInfo, TokenConstraint, TokenMask};
+pub use microserving_kvcache::{KvChange, KvEvent, KvSnapshot};
+pub use microserving_transport::Refusal;

@@ -6,7 +6,11 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(
     not(feature = "mutants"),
-    allow(dead_code, unreachable_pub, reason = "asked for, but neither chosen nor exported, without the feature")
+    allow(
+        dead_code,
+        unreachable_pub,
+        reason = "asked for, but neither chosen nor exported, without the feature"
+    )
 )]
 pub enum Mutant {
     /// Pages of an aborted reservation are free at once, whoever may still be writing to them.

@@ -180,7 +180,8 @@ impl Engine {
 
     /// Returns the pages that running generations are likely to want soon.
     pub(crate) fn headroom(&self) -> u32 {
-        let running = self.sequences.values().filter(|s| matches!(s.state, State::Prefilling | State::Decoding));
+        let running =
+            self.sequences.values().filter(|s| matches!(s.state, State::Prefilling | State::Decoding));
         running
             .map(|sequence| match &sequence.work {
                 Work::Generate(choice) => {

@@ -137,6 +137,25 @@ impl Request {
         }
     }
 
+    /// Says whether `call` listens.
+    pub(crate) fn is_heard_by(&self, call: CallId) -> bool {
+        self.listeners.contains(&call)
+    }
+
+    /// Ends a choice after the tokens it has, because its listener wants no more; returns the sequence that computed it.
+    pub(crate) fn finish_choice(&mut self, choice: u32, effects: &mut Vec<Effect>) -> Option<Slot> {
+        let log = self.choices.get_mut(choice as usize)?;
+        if log.finish.is_some() || log.tokens.is_empty() {
+            return None;
+        }
+        log.finish = Some(FinishReason::Stop);
+        let slot = log.slot.take();
+        if self.choices.iter().all(|choice| choice.finish.is_some()) {
+            self.end(Ending::Done, effects);
+        }
+        slot
+    }
+
     /// Ends the request and tells all listeners; a second end is ignored.
     pub(crate) fn end(&mut self, ending: Ending, effects: &mut Vec<Effect>) {
         if self.ending.is_some() {
@@ -236,6 +255,27 @@ mod tests {
                 _ => None,
             })
             .collect()
+    }
+
+    #[test]
+    fn a_choice_whose_listener_heard_enough_ends_once() {
+        let mut effects = Vec::new();
+        let mut request = request(2);
+        request.set_slot(0, Some(Slot(5)));
+        request.set_slot(1, Some(Slot(6)));
+        assert_eq!(request.finish_choice(0, &mut effects), None, "there is nothing yet to have heard");
+        request.yield_token(0, TokenId(9), None, None, &mut effects);
+        request.yield_token(1, TokenId(9), None, None, &mut effects);
+        assert_eq!(request.finish_choice(0, &mut effects), Some(Slot(5)));
+        assert_eq!(request.finish_choice(0, &mut effects), None);
+        assert_eq!(request.finish_choice(7, &mut effects), None);
+        assert_eq!((request.ending.clone(), request.slots()), (None, vec![Slot(6)]));
+        assert_eq!(request.finish_choice(1, &mut effects), Some(Slot(6)));
+        assert_eq!(request.ending, Some(Ending::Done));
+        assert!(matches!(
+            effects.last(),
+            Some(Effect::Event { call: CallId(1), event: GenerateEvent::Done { .. } })
+        ));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The client's end of one generation.
 
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 
 use futures::Stream;
@@ -9,6 +9,20 @@ use tokio::sync::mpsc;
 
 use crate::handle::Bell;
 use crate::{EngineError, GenerateEvent};
+
+/// Choices whose listener wants no more of them; the engine's thread looks here before each step.
+#[derive(Debug, Default)]
+pub(crate) struct HeardEnough(Mutex<Vec<u32>>);
+
+impl HeardEnough {
+    pub(crate) fn take(&self) -> Vec<u32> {
+        std::mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn put(&self, choice: u32) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(choice);
+    }
+}
 
 /// The events of one `start_generate`; ends after [`GenerateEvent::Done`] or [`GenerateEvent::Failed`].
 ///
@@ -19,11 +33,28 @@ pub struct GenerateStream {
     events: mpsc::Receiver<GenerateEvent>,
     over: bool,
     bell: Option<Arc<Bell>>,
+    heard_enough: Arc<HeardEnough>,
 }
 
 impl GenerateStream {
-    pub(crate) fn new(events: mpsc::Receiver<GenerateEvent>, bell: Arc<Bell>) -> Self {
-        Self { events, over: false, bell: Some(bell) }
+    pub(crate) fn new(
+        events: mpsc::Receiver<GenerateEvent>,
+        bell: Arc<Bell>,
+        heard_enough: Arc<HeardEnough>,
+    ) -> Self {
+        Self { events, over: false, bell: Some(bell), heard_enough }
+    }
+
+    /// Ends one choice after the tokens it has, as if it had reached a stop token: whoever looks for stop strings in the
+    /// text calls this when it finds one.
+    ///
+    /// The engine hears it before its next step; tokens that were under way may still come. When every choice has ended,
+    /// [`GenerateEvent::Done`] follows as usual, and the context stays cached. A choice that has ended is left alone.
+    pub fn finish_choice(&self, choice: u32) {
+        self.heard_enough.put(choice);
+        if let Some(bell) = &self.bell {
+            bell.ring();
+        }
     }
 
     /// Returns the next event, or `None` after the last.

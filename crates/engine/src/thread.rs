@@ -11,6 +11,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 
 use crate::handle::Shared;
+use crate::stream::HeardEnough;
 use crate::{Call, CallId, Command, Effect, Effects, Engine, EngineError, GenerateEvent, Reply};
 
 /// How long the thread sleeps at most, so that a missed wake-up costs time and not a hang.
@@ -24,6 +25,8 @@ pub(crate) struct Envelope {
     pub(crate) reply: oneshot::Sender<Result<Reply, EngineError>>,
     /// Where a generation's events go.
     pub(crate) events: Option<mpsc::Sender<GenerateEvent>>,
+    /// Where its listener says which choices may end.
+    pub(crate) heard_enough: Option<Arc<HeardEnough>>,
 }
 
 /// Owns an engine's thread: dropping it stops the engine and waits for the thread's end.
@@ -84,6 +87,7 @@ struct Caller {
     reply: Option<oneshot::Sender<Result<Reply, EngineError>>>,
     /// Kept until the last event.
     events: Option<mpsc::Sender<GenerateEvent>>,
+    heard_enough: Option<Arc<HeardEnough>>,
 }
 
 impl Caller {
@@ -146,8 +150,8 @@ impl<'a> Driver<'a> {
         loop {
             match self.commands.try_recv() {
                 Ok(envelope) => {
-                    let Envelope { id, call, reply, events } = envelope;
-                    self.callers.insert(id, Caller { reply: Some(reply), events });
+                    let Envelope { id, call, reply, events, heard_enough } = envelope;
+                    self.callers.insert(id, Caller { reply: Some(reply), events, heard_enough });
                     commands.push(Command::Call { id, call });
                 }
                 Err(TryRecvError::Empty) => break,
@@ -159,6 +163,9 @@ impl<'a> Driver<'a> {
         }
         // After the calls, so that a call given up before it was taken is still taken and then given up.
         self.callers.retain(|id, caller| {
+            let choices = caller.heard_enough.as_ref().map(|heard_enough| heard_enough.take());
+            let finish = choices.into_iter().flatten();
+            commands.extend(finish.map(|choice| Command::FinishChoice { id: *id, choice }));
             let gone = caller.is_gone();
             if gone {
                 commands.push(Command::Cancel { id: *id });

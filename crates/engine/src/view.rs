@@ -13,7 +13,8 @@ impl Engine {
             let number = self.sequences.values().filter(|sequence| wanted(sequence)).count();
             u32::try_from(number).unwrap_or(u32::MAX)
         };
-        let queued = self.sequences.values().filter(|s| matches!(s.state, State::Waiting | State::Prefilling));
+        let queued =
+            self.sequences.values().filter(|s| matches!(s.state, State::Waiting | State::Prefilling));
         EngineState {
             engine_id: self.info.engine_id.clone(),
             incarnation: self.info.incarnation,
@@ -24,6 +25,7 @@ impl Engine {
             receiving: count(|s| s.state == State::Receiving),
             sending: count(|s| matches!(s.work, Work::Send(_))),
             queued_prefill_tokens: queued.map(|s| u64::from(s.goal().saturating_sub(s.computed))).sum(),
+            draining: self.draining,
             counters: self.counters(),
         }
     }

@@ -2,6 +2,7 @@
 
 mod abort;
 mod commit;
+mod finish_choice;
 mod pause;
 mod prep_recv;
 mod remote_send;
@@ -20,7 +21,11 @@ impl Engine {
         let limit = self.max_len();
         let len = u32::try_from(prompt.len()).ok().filter(|&len| len <= limit);
         let Some(len) = len else {
-            return Err(EngineError::TooLong { field: "prompt", needed: prompt.len() as u64, limit: limit.into() });
+            return Err(EngineError::TooLong {
+                field: "prompt",
+                needed: prompt.len() as u64,
+                limit: limit.into(),
+            });
         };
         let vocab_size = self.info.executor.vocab_size;
         if let Some(token) = prompt.iter().find(|token| token.0 >= vocab_size) {

@@ -38,7 +38,8 @@ impl Engine {
             return Err(EngineError::TooLong { field, needed, limit });
         }
         let options = &call.options;
-        let body = body_hash(&(&call.prompt, call.end, call.reserve_tokens, call.commit, &options.cache_salt));
+        let body =
+            body_hash(&(&call.prompt, call.end, call.reserve_tokens, call.commit, &options.cache_salt));
         let (key, minted) = self.key_or_minted(call.key.as_ref());
         match self.calls.find(&key)? {
             Found::Nothing => {}
@@ -76,9 +77,7 @@ impl Engine {
     /// Aborts what lives under a lower attempt of the same request.
     pub(crate) fn replace_older(&mut self, key: &CallKey) {
         let error = match self.calls.get(&key.seq_id) {
-            Some(record) => {
-                EngineError::StaleAttempt { seq_id: key.seq_id.clone(), attempt: record.attempt }
-            }
+            Some(record) => EngineError::StaleAttempt { seq_id: key.seq_id.clone(), attempt: record.attempt },
             None => return,
         };
         self.end_record(&key.seq_id, Fate::Aborted, &error);
@@ -95,7 +94,8 @@ impl Engine {
         let to_match = &call.prompt[..call.end as usize];
         let capacity = call.end + call.reserve_tokens;
         // What it would take from those that run already, they would soon have to be preempted for.
-        let missing = self.cache.pages_for(capacity) - self.cache.pages_for(self.cache.peek_prefix(salt, to_match));
+        let missing =
+            self.cache.pages_for(capacity) - self.cache.pages_for(self.cache.peek_prefix(salt, to_match));
         if !self.cache.can_allocate(missing.saturating_add(self.headroom())) {
             return Err(self.no_room(format!("{missing} pages are needed beside what runs")));
         }

@@ -28,7 +28,11 @@ impl Engine {
         }
     }
 
-    fn try_remote_send(&mut self, id: CallId, call: &RemoteSend) -> Result<Option<RemoteSendReply>, EngineError> {
+    fn try_remote_send(
+        &mut self,
+        id: CallId,
+        call: &RemoteSend,
+    ) -> Result<Option<RemoteSendReply>, EngineError> {
         let len = self.check_prompt(&call.prompt)?;
         let (begin, end) = (call.range.begin(), call.range.end());
         check_bound("begin", begin, begin < end, &format!("below end, which is {end}"))?;

@@ -107,7 +107,12 @@ impl Engine {
         check_bound("n", call.n, call.n == 1 || !replays, "1 when output is replayed")?;
         let constraints = u32::try_from(call.constraints.len()).unwrap_or(u32::MAX);
         let fits = constraints == 0 || constraints == call.n;
-        check_bound("response_format", constraints, fits, &format!("none, or one grammar for each of {}", call.n))?;
+        check_bound(
+            "response_format",
+            constraints,
+            fits,
+            &format!("none, or one grammar for each of {}", call.n),
+        )?;
         Ok(len)
     }
 
