@@ -1,0 +1,201 @@
+//! What may go wrong in a run, and how often.
+
+use std::time::Duration;
+
+use microserving_engine::Mutant;
+
+use crate::Dice;
+
+/// A run's shape. [`SimOptions::swarm`] draws one from a seed, so that a campaign of many seeds visits many kinds of trouble:
+/// every run with all faults at once would rarely get anywhere.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SimOptions {
+    /// Engines; any of them plays any role.
+    pub num_engines: usize,
+    /// Requests while faults are on.
+    pub num_requests: u32,
+    /// How long faults are on; requests arrive all along.
+    pub fault_phase: Duration,
+    /// Tokens in a page.
+    pub page_size: u32,
+    /// Pages of each engine.
+    pub num_pages: u32,
+    /// Tokens computed in a step at most.
+    pub max_batch_tokens: u32,
+    /// Sequences computed at a time.
+    pub max_running: u32,
+    /// Leases of reservations.
+    pub lease: Duration,
+    /// The share of pages that may be quarantined.
+    pub quarantine_cap: f32,
+    /// Time of a step.
+    pub step_time: Duration,
+    /// The longest prompt.
+    pub max_prompt: u32,
+    /// The longest output.
+    pub max_output: u32,
+    /// Calls, answers and stream events.
+    pub network: NetworkFaults,
+    /// KV transfers.
+    pub transfers: TransferFaults,
+    /// Mean time between crashes of engines; `None` is never.
+    pub crash_every: Option<Duration>,
+    /// The longest time that a crashed engine stays away.
+    pub max_down: Duration,
+    /// Mean time between pauses of engines (as by `SIGSTOP`); `None` is never.
+    pub pause_every: Option<Duration>,
+    /// The longest pause.
+    pub max_pause: Duration,
+    /// Mean time between partitions; `None` is never.
+    pub cut_every: Option<Duration>,
+    /// The longest partition.
+    pub max_cut: Duration,
+    /// Mean time between deaths of the router; `None` is never.
+    pub router_death_every: Option<Duration>,
+    /// How likely a client goes away before its answer is complete.
+    pub cancel: f64,
+    /// How likely a program that gives up says so by `abort`; otherwise leases and broken connections must do.
+    pub polite: f64,
+    /// A rule that engines break, to see whether the checks notice.
+    pub mutant: Option<Mutant>,
+    /// One fault at one exact place; see [`super::FaultPoint`].
+    pub fault_at: Option<super::FaultPoint>,
+}
+
+/// What may happen to calls between router and engines. Times are whole milliseconds.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NetworkFaults {
+    /// The longest time a message is under way. Messages of one call keep their order, calls overtake each other.
+    pub max_delay: Duration,
+    /// How likely a call never arrives.
+    pub lose_call: f64,
+    /// How likely the connection breaks before the answer arrives.
+    pub lose_answer: f64,
+    /// How likely a stream breaks at an event.
+    pub break_stream: f64,
+    /// How likely a call arrives twice.
+    pub duplicate: f64,
+}
+
+/// What may happen to KV under way.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TransferFaults {
+    /// The longest time a run or control message is under way.
+    pub max_delay: Duration,
+    /// The longest time from a crash to its being certain.
+    pub max_fence_delay: Duration,
+    /// How likely a run is lost, and its claim with it.
+    pub lose_writer: f64,
+    /// How likely a run lands with one bit turned; only with checksums, as nothing else could notice.
+    pub corrupt: f64,
+    /// Verify checksums on arrival.
+    pub checksums: bool,
+}
+
+impl SimOptions {
+    /// Returns a run without faults.
+    #[must_use]
+    pub fn calm() -> Self {
+        Self {
+            num_engines: 3,
+            num_requests: 24,
+            fault_phase: Duration::from_secs(3),
+            page_size: 4,
+            num_pages: 64,
+            max_batch_tokens: 32,
+            max_running: 8,
+            lease: Duration::from_millis(800),
+            quarantine_cap: 0.5,
+            step_time: Duration::from_millis(3),
+            max_prompt: 60,
+            max_output: 12,
+            network: NetworkFaults {
+                max_delay: Duration::from_millis(2),
+                lose_call: 0.0,
+                lose_answer: 0.0,
+                break_stream: 0.0,
+                duplicate: 0.0,
+            },
+            transfers: TransferFaults {
+                max_delay: Duration::from_millis(2),
+                max_fence_delay: Duration::ZERO,
+                lose_writer: 0.0,
+                corrupt: 0.0,
+                checksums: false,
+            },
+            crash_every: None,
+            max_down: Duration::from_millis(500),
+            pause_every: None,
+            max_pause: Duration::from_millis(1000),
+            cut_every: None,
+            max_cut: Duration::from_millis(1000),
+            router_death_every: None,
+            cancel: 0.0,
+            polite: 1.0,
+            mutant: None,
+            fault_at: None,
+        }
+    }
+
+    /// Draws a run's shape from its seed.
+    #[must_use]
+    pub fn swarm(seed: u64) -> Self {
+        let mut dice = Dice::new(seed).split(1);
+        let ms = Duration::from_millis;
+        let mut sometimes = |share: f64, low: u64, high: u64| {
+            let every = dice.millis(low, high);
+            dice.chance(share).then_some(every)
+        };
+        let crash_every = sometimes(0.4, 400, 2500);
+        let pause_every = sometimes(0.4, 300, 2000);
+        let cut_every = sometimes(0.3, 300, 2000);
+        let router_death_every = sometimes(0.2, 800, 3000);
+        let checksums = dice.chance(0.5);
+        Self {
+            num_engines: 3,
+            num_requests: dice.range(12, 28) as u32,
+            fault_phase: dice.millis(1500, 4000),
+            page_size: dice.pick(&[2, 4, 4, 8]),
+            num_pages: dice.range(28, 72) as u32,
+            max_batch_tokens: dice.pick(&[8, 16, 32, 64]),
+            max_running: dice.range(2, 12) as u32,
+            lease: dice.millis(300, 1500),
+            quarantine_cap: dice.pick(&[0.3, 0.6, 1.0]),
+            step_time: dice.millis(1, 12),
+            max_prompt: dice.range(12, 70) as u32,
+            max_output: dice.range(2, 14) as u32,
+            network: NetworkFaults {
+                max_delay: dice.pick(&[ms(1), ms(10), ms(60), ms(400)]),
+                lose_call: dice.pick(&[0.0, 0.0, 0.02, 0.1]),
+                lose_answer: dice.pick(&[0.0, 0.0, 0.02, 0.1]),
+                break_stream: dice.pick(&[0.0, 0.0, 0.01, 0.04]),
+                duplicate: dice.pick(&[0.0, 0.0, 0.1, 0.3]),
+            },
+            transfers: TransferFaults {
+                max_delay: dice.pick(&[ms(0), ms(5), ms(50), ms(400), ms(2000)]),
+                max_fence_delay: dice.pick(&[ms(0), ms(50), ms(1500)]),
+                lose_writer: dice.pick(&[0.0, 0.0, 0.005, 0.03]),
+                corrupt: if checksums { dice.pick(&[0.0, 0.0, 0.01]) } else { 0.0 },
+                checksums,
+            },
+            crash_every,
+            max_down: dice.millis(10, 900),
+            pause_every,
+            max_pause: dice.pick(&[ms(100), ms(1000), ms(4000)]),
+            cut_every,
+            max_cut: dice.pick(&[ms(100), ms(1000), ms(3000)]),
+            router_death_every,
+            cancel: dice.pick(&[0.0, 0.1, 0.4]),
+            polite: dice.pick(&[1.0, 0.7, 0.0]),
+            mutant: None,
+            fault_at: None,
+        }
+    }
+
+    /// Makes engines break a rule.
+    #[must_use]
+    pub fn with_mutant(mut self, mutant: Mutant) -> Self {
+        self.mutant = Some(mutant);
+        self
+    }
+}
