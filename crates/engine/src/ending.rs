@@ -3,6 +3,7 @@
 //! Whatever ends a sequence ends it here, so that each kind of page has one way back: shared pages stay cached, own pages
 //! become free, pages that a peer may still write to are quarantined, pages that a transfer still reads wait for its end.
 
+use microserving_kvcache::lifecycle;
 use microserving_protocol::SeqId;
 use microserving_transport::Refusal;
 
@@ -10,29 +11,20 @@ use crate::calls::Fate;
 use crate::engine::Closing;
 use crate::mutants::Mutant;
 use crate::request::Ending;
-use crate::sequence::{Arrival, Event, Pages, RequestId, Slot, State, Work};
+use crate::sequence::{Event, Pages, RequestId, Slot, State, Work};
 use crate::{CallId, Engine, EngineError};
 
 impl Engine {
     /// Takes a sequence out and gives its pages back, each kind its own way. Tells nobody.
     pub(crate) fn retire(&mut self, slot: Slot) {
+        // A reservation's end is decided by how far it has come.
+        self.reservation_event(slot, lifecycle::Event::Abort);
         let Some(mut sequence) = self.sequences.remove(&slot) else { return };
         if sequence.state != State::Finished {
             sequence.happen(Event::Ended);
         }
         let pages = sequence.pages.take();
         match sequence.work {
-            Work::Receive(reception) => {
-                if let Some(generation) = reception.generation {
-                    self.receiving.remove(&generation);
-                    self.gate.close(generation);
-                }
-                match pages {
-                    Pages::Promised(reservation) => self.give_up_promise(reservation, reception.arrival),
-                    Pages::Table(table) => self.cache.release_table(table),
-                    Pages::Nothing => {}
-                }
-            }
             Work::Send(delivery) => {
                 let table = match pages {
                     Pages::Table(table) => Some(table),
@@ -47,7 +39,7 @@ impl Engine {
                     self.cache.release_table(table);
                 }
             }
-            Work::Generate(_) => {
+            Work::Receive(_) | Work::Generate(_) => {
                 if let Pages::Table(table) = pages {
                     self.cache.release_table(table);
                 }
@@ -60,21 +52,6 @@ impl Engine {
             record.receiving = None;
         }
         self.calls.end_life(&seq_id, self.now);
-    }
-
-    /// Gives reserved pages up while a peer may be writing to them.
-    fn give_up_promise(&mut self, reservation: microserving_kvcache::Reservation, arrival: Arrival) {
-        let generation = reservation.generation();
-        if arrival != Arrival::Revoking {
-            self.transport.revoke(generation);
-        }
-        if self.rules.break_by(Mutant::FreeAtOnce) {
-            let _ = self.cache.cancel(reservation);
-            return;
-        }
-        if self.cache.quarantine(reservation) > 0 {
-            self.quarantined.insert(generation, self.now);
-        }
     }
 
     /// Ends all that lives under a record, telling everyone who waits `error`, and notes how it ended.

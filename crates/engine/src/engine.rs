@@ -14,6 +14,7 @@ use crate::gatekeeper::Gatekeeper;
 use crate::kv_events::EventHistory;
 use crate::mutants::Rules;
 use crate::request::Request;
+use crate::reservations::Quarantined;
 use crate::sequence::{Mint, RequestId, Sequence, Slot};
 use crate::{
     Call, CallId, CallKey, Command, Effect, Effects, EngineConfig, EngineCounters, EngineError, EngineInfo,
@@ -83,8 +84,8 @@ pub struct Engine {
     pub(crate) closing: BTreeMap<ChannelId, Closing>,
     /// Which sequence waits for each open grant.
     pub(crate) receiving: BTreeMap<Generation, Slot>,
-    /// Since when each quarantined generation waits for its release.
-    pub(crate) quarantined: BTreeMap<Generation, Duration>,
+    /// Pages that wait for their release by the transport; their sequences are gone.
+    pub(crate) quarantined: BTreeMap<Generation, Quarantined>,
     pub(crate) mint: Mint,
     next_slot: u64,
     next_request: u64,

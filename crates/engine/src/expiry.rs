@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
+use microserving_kvcache::lifecycle;
+
 use crate::calls::Fate;
 use crate::mutants::Mutant;
-use crate::sequence::{Arrival, Pages, Sequence, Slot, State, Work};
+use crate::sequence::{Pages, Sequence, Slot, State, Work};
 use crate::{Engine, EngineError};
 
 /// Why a sequence has run out of time.
@@ -22,11 +24,14 @@ impl Engine {
         let mut overdue = Vec::new();
         for (&slot, sequence) in &mut self.sequences {
             if let Work::Receive(reception) = &mut sequence.work
-                && reception.arrival == Arrival::Pending
+                && reception.stage.may_be_written()
                 && let Some(generation) = reception.generation
             {
                 let arrived = self.transport.arrived_bytes(generation);
                 reception.lease.observe(self.now, arrived, self.gate.claims(generation));
+                if arrived > 0 {
+                    reception.stage = lifecycle::step(reception.stage, lifecycle::Event::Arrived).next;
+                }
             }
             let due = times(sequence, self.config.max_wait, self.config.lease);
             if let Some((_, why)) = due.into_iter().flatten().find(|(at, _)| *at <= self.now) {
@@ -38,8 +43,12 @@ impl Engine {
         }
         if self.rules.break_by(Mutant::FreeAfterTtl) {
             let (now, ttl) = (self.now, self.config.lease);
-            let old: Vec<_> =
-                self.quarantined.iter().filter(|(_, since)| **since + ttl <= now).map(|(g, _)| *g).collect();
+            let old: Vec<_> = self
+                .quarantined
+                .iter()
+                .filter(|(_, since)| since.since + ttl <= now)
+                .map(|(g, _)| *g)
+                .collect();
             for generation in old {
                 self.release_quarantine(generation);
             }
@@ -85,7 +94,9 @@ impl Engine {
 fn times(sequence: &Sequence, max_wait: Duration, lease: Duration) -> [Option<(Duration, Overdue)>; 3] {
     let deadline = sequence.deadline.map(|at| (at, Overdue::Deadline));
     let second = match &sequence.work {
-        Work::Receive(reception) => Some((reception.lease.until(), Overdue::Lease)),
+        Work::Receive(reception) => {
+            reception.stage.has_lease().then_some((reception.lease.until(), Overdue::Lease))
+        }
         Work::Send(delivery) => delivery.computed_at.map(|at| (at + lease, Overdue::Transfer)),
         Work::Generate(_) => None,
     };

@@ -18,6 +18,7 @@ mod lease;
 mod mutants;
 mod planner;
 mod request;
+mod reservations;
 mod sequence;
 mod stream;
 mod thread;

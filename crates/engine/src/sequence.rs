@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use microserving_executor::Sampler;
-use microserving_kvcache::{PageTable, ReplacedPages, Reservation};
+use microserving_kvcache::{PageTable, ReplacedPages, Reservation, lifecycle};
 use microserving_protocol::{Generation, KvAddrInfo, KvRange, PageId, SeqId, TokenId};
 use microserving_transport::ChannelId;
 
@@ -202,28 +202,6 @@ pub(crate) enum Work {
     Generate(Choice),
 }
 
-/// How far the data of a reservation has come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Arrival {
-    /// There is nothing to receive, everything was matched.
-    Nothing,
-    /// Peers may be writing.
-    Pending,
-    /// All of it is here and nobody can write any more.
-    Complete,
-    /// Lost or damaged; the grant was revoked and the transport has not released it yet.
-    Revoking,
-    /// Lost or damaged, and nobody can write any more: the pages are ours to compute into.
-    Lost,
-}
-
-impl Arrival {
-    /// Says whether nobody can write to the pages any more.
-    pub(crate) fn is_settled(self) -> bool {
-        matches!(self, Self::Nothing | Self::Complete | Self::Lost)
-    }
-}
-
 /// A receiver's side of one `prep_recv`.
 #[derive(Debug)]
 pub(crate) struct Reception {
@@ -231,7 +209,8 @@ pub(crate) struct Reception {
     pub(crate) matched: u32,
     /// The grant's number; `None` if nothing is to be received.
     pub(crate) generation: Option<Generation>,
-    pub(crate) arrival: Arrival,
+    /// How far it has come.
+    pub(crate) stage: lifecycle::State,
     pub(crate) lease: Lease,
     /// The id was minted here, so a `start_generate` without a key may adopt it.
     pub(crate) minted: bool,

@@ -3,7 +3,7 @@
 use microserving_protocol::Attempt;
 
 use crate::calls::Record;
-use crate::sequence::{Arrival, Pages, Slot, Work};
+use crate::sequence::{Pages, Slot, Work};
 use crate::{CallId, CallKey, Commit, CommitReply, Engine, EngineError, Reply};
 
 impl Engine {
@@ -34,18 +34,17 @@ impl Engine {
             reception.commits.push(id);
             reception.lease.renew(now);
         }
-        self.proceed(slot);
+        self.want(slot);
         Ok(None)
     }
 
     /// Moves a reservation's full pages to the cache and answers all who wait for that.
-    pub(crate) fn finish_commit(&mut self, slot: Slot) {
+    pub(crate) fn finish_commit(&mut self, slot: Slot, received: bool) {
         let Some(sequence) = self.sequences.get_mut(&slot) else { return };
         let key = sequence.key.clone();
         let Work::Receive(reception) = &mut sequence.work else { return };
-        if reception.arrival == Arrival::Lost {
-            let error = EngineError::TransferLost { seq_id: key.seq_id };
-            self.fail_reception(slot, &error);
+        if !received {
+            self.fail_reception(slot, &Self::lost_error(&key.seq_id));
             return;
         }
         let commits = std::mem::take(&mut reception.commits);

@@ -5,7 +5,7 @@
 //!          | pinned       | promised: granted |   reserve_tokens
 //! ```
 
-use microserving_kvcache::{KvError, Reservation};
+use microserving_kvcache::{KvError, Reservation, lifecycle};
 use microserving_protocol::{KvAddrInfo, KvRange};
 use microserving_transport::{Grant, grant_runs};
 
@@ -13,7 +13,7 @@ use super::check_bound;
 use crate::calls::{Fate, Found, Prepared, body_hash};
 use crate::lease::Lease;
 use crate::request::deadline;
-use crate::sequence::{Arrival, Pages, Reception, Sequence, State, Work};
+use crate::sequence::{Pages, Reception, Sequence, State, Work};
 use crate::{CallId, CallKey, Engine, EngineError, PrepRecv, PrepRecvReply, Reply};
 
 impl Engine {
@@ -107,22 +107,18 @@ impl Engine {
             Err(error) => return Err(self.no_room(error.to_string())),
         };
         let range = reservation.range();
-        let (pages, arrival, address, generation) = if range.is_empty() {
+        let generation = (!range.is_empty()).then_some(reservation.generation());
+        let address = match generation {
             // No peer will know of these pages.
-            let table = self.cache.accept(reservation).map_err(|error| self.no_room(error.to_string()))?;
-            (Pages::Table(table), Arrival::Nothing, None, None)
-        } else {
-            let generation = reservation.generation();
-            let address = self.grant(&reservation, range, &key);
-            let address = match address {
-                Ok(address) => address,
+            None => None,
+            Some(_) => match self.grant(&reservation, range, &key) {
+                Ok(address) => Some(address),
                 Err(error) => {
                     // Nobody was told of it.
                     let _ = self.cache.cancel(reservation);
                     return Err(error);
                 }
-            };
-            (Pages::Promised(reservation), Arrival::Pending, Some(address), Some(generation))
+            },
         };
         let matched = range.begin();
         self.calls.open(&key);
@@ -136,13 +132,13 @@ impl Engine {
             tokens: call.prompt.to_vec(),
             prompt_len: u32::try_from(call.prompt.len()).expect("checked at the door"),
             computed: matched,
-            pages,
+            pages: Pages::Promised(reservation),
             state: State::Receiving,
             work: Work::Receive(Reception {
                 end: call.end,
                 matched,
                 generation,
-                arrival,
+                stage: lifecycle::State::begin(generation.is_some()),
                 lease: Lease::begin(self.now, self.config.lease),
                 minted,
                 made_by: id,

@@ -91,7 +91,7 @@ impl Engine {
             record.generation = Some(request_id);
         }
         if prepared.is_some() {
-            self.proceed(leader);
+            self.want(leader);
         }
         Ok(())
     }

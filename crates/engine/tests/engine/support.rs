@@ -291,7 +291,8 @@ impl Rig {
     }
 
     pub(crate) fn start(&mut self, engine: usize, call: StartGenerate) -> Result<Output, EngineError> {
-        let first_index = u32::try_from(call.prompt.len()).expect("short") - call.generated_from;
+        let first_index =
+            u32::try_from(call.prompt.len()).expect("short").saturating_sub(call.generated_from);
         let id = self.call(engine, Call::StartGenerate(Box::new(call)));
         self.settle();
         match self.answer(id)? {
