@@ -367,13 +367,24 @@ pub fn news_wakes(factory: &dyn Factory) {
         }));
     }
     let woken = |at: usize| counters[at].load(Ordering::SeqCst);
+    // Without polling: the caller sleeps until it is woken.
+    let sleep_until = |what: &str, awake: &dyn Fn() -> bool| {
+        for _ in 0..100_000 {
+            if awake() {
+                return;
+            }
+            std::thread::sleep(std::time::Duration::from_micros(200));
+        }
+        panic!("nobody was woken by {what}");
+    };
     let generation = rig.grant(0, 4);
     let channel = rig.open(0, generation, 0, 4);
-    rig.drive_until("the sender is woken by Opened", |_| woken(1) > 0);
+    sleep_until("Opened", &|| woken(1) > 0);
     rig.until_sent(0, &TransportEvent::Opened { channel });
     let before = woken(1);
     rig.put(0, channel, 0, 0, 4 * TOKEN_BYTES);
     rig.finish(0, channel);
-    rig.drive_until("both are woken by the end", |_| woken(0) > 0 && woken(1) > before);
+    sleep_until("Complete and Finished", &|| woken(0) > 0 && woken(1) > before);
     rig.until_received(&TransportEvent::Complete { generation });
+    rig.drive_until("Finished", |rig| rig.senders[0].finished(channel).is_some());
 }

@@ -1,0 +1,334 @@
+//! The sender's channels: what is queued, what the writer thread is copying, and when a channel has nothing under way.
+//!
+//! ```text
+//!  put ──▶ queued runs ──▶ writer thread: copies a slice, bumps the counter ──▶ Written  (finish called, queue empty)
+//!  cancel, Stop, hangup ──▶ stopping: the queue is dropped, the slice under way ends ──▶ Stopped
+//! ```
+//!
+//! `Written` and `Stopped` go to the IO thread, which tells the receiver. Neither is said while a copy is under way: this is
+//! what makes a `Drained` true.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use microserving_transport::{ByteRun, ChannelId, PutRun, Refusal, TransportEvent, run_is_allowed};
+
+use crate::frame::Record;
+use crate::memory::PeerMemory;
+
+/// Where an accepted claim is written to.
+#[derive(Clone, Debug)]
+pub(crate) struct Target {
+    pub(crate) memory: Arc<PeerMemory>,
+    pub(crate) slot: u32,
+    pub(crate) num_bytes: u64,
+    pub(crate) runs: Arc<[ByteRun]>,
+    pub(crate) checksum: bool,
+}
+
+/// Why a channel is being closed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stopping {
+    Cancelled,
+    Because(Refusal),
+}
+
+impl Stopping {
+    pub(crate) fn refusal(self) -> Option<Refusal> {
+        match self {
+            Self::Cancelled => None,
+            Self::Because(refusal) => Some(refusal),
+        }
+    }
+}
+
+/// What the IO thread must do about a channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Notice {
+    /// Everything is written: tell the receiver.
+    Written(ChannelId),
+    /// Nothing will be written any more: tell the receiver, and close.
+    Stopped(ChannelId),
+}
+
+#[derive(Debug, Default)]
+struct Channel {
+    target: Option<Target>,
+    queue: VecDeque<PutRun>,
+    /// A slice is being copied.
+    writing: bool,
+    /// The channel stands in `ready`.
+    listed: bool,
+    finishing: bool,
+    /// `Written` was said.
+    written: bool,
+    stopping: Option<Stopping>,
+    /// `Stopped` was said.
+    stopped: bool,
+    taken_bytes: u64,
+    records: Vec<Record>,
+    busy: Duration,
+}
+
+/// A slice for the writer thread.
+#[derive(Debug)]
+pub(crate) struct Slice {
+    pub(crate) channel: ChannelId,
+    pub(crate) target: Target,
+    pub(crate) runs: Vec<PutRun>,
+}
+
+/// What the writer thread made of a slice.
+#[derive(Debug)]
+pub(crate) struct Copied {
+    pub(crate) num_bytes: u64,
+    pub(crate) busy: Duration,
+    pub(crate) records: Vec<Record>,
+}
+
+/// What a channel delivered, for the receiver and for `Finished`.
+#[derive(Debug)]
+pub(crate) struct Delivered {
+    pub(crate) num_bytes: u64,
+    pub(crate) busy: Duration,
+    pub(crate) records: Vec<Record>,
+}
+
+/// How a `put` ended that is no error of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Put {
+    Queued,
+    /// The channel is closing or was closed; the news is on the way.
+    Dropped,
+    Finished,
+    Unknown,
+    QueueFull,
+}
+
+/// All channels of one transport, and the sender's events.
+#[derive(Debug, Default)]
+pub(crate) struct Channels {
+    open: BTreeMap<ChannelId, Channel>,
+    ready: VecDeque<ChannelId>,
+    events: Vec<TransportEvent>,
+    last: u64,
+    bytes_sent: u64,
+    busy: Duration,
+    shut_down: bool,
+}
+
+impl Channels {
+    pub(crate) fn open(&mut self) -> ChannelId {
+        self.last += 1;
+        let id = ChannelId(self.last);
+        self.open.insert(id, Channel::default());
+        id
+    }
+
+    pub(crate) fn put(&mut self, id: ChannelId, runs: &[PutRun], max_queued_runs: usize) -> Put {
+        let Some(channel) = self.open.get_mut(&id) else {
+            return if self.closed_unseen(id) { Put::Dropped } else { Put::Unknown };
+        };
+        if channel.finishing {
+            return Put::Finished;
+        }
+        if channel.stopping.is_some() {
+            return Put::Dropped;
+        }
+        if channel.queue.len() + runs.len() > max_queued_runs {
+            return Put::QueueFull;
+        }
+        channel.queue.extend(runs.iter().filter(|run| run.num_bytes > 0));
+        self.list(id);
+        Put::Queued
+    }
+
+    /// Says that no more puts follow; answers a notice if nothing is left to write.
+    pub(crate) fn finish(&mut self, id: ChannelId) -> Option<Notice> {
+        self.open.get_mut(&id)?.finishing = true;
+        self.settle(id)
+    }
+
+    /// Begins to close a channel; the first reason counts.
+    pub(crate) fn stop(&mut self, id: ChannelId, why: Stopping) -> Option<Notice> {
+        let channel = self.open.get_mut(&id)?;
+        channel.stopping.get_or_insert(why);
+        channel.queue.clear();
+        self.settle(id)
+    }
+
+    /// The receiver accepted: queued runs are now being written.
+    pub(crate) fn accept(&mut self, id: ChannelId, target: Target) -> Option<Notice> {
+        let channel = self.open.get_mut(&id)?;
+        channel.target = Some(target);
+        if channel.stopping.is_none() {
+            self.events.push(TransportEvent::Opened { channel: id });
+        }
+        self.list(id);
+        self.settle(id)
+    }
+
+    /// Takes the next slice, of at most about `slice_bytes`, and what to say about channels found to break their promise.
+    pub(crate) fn next_slice(&mut self, slice_bytes: usize) -> (Option<Slice>, Option<Notice>) {
+        while let Some(id) = self.ready.pop_front() {
+            let Some(channel) = self.open.get_mut(&id) else { continue };
+            channel.listed = false;
+            match channel.take(slice_bytes) {
+                Ok(runs) if runs.is_empty() => {}
+                Ok(runs) => {
+                    channel.writing = true;
+                    let target = channel.target.clone().expect("only accepted channels give out runs");
+                    return (Some(Slice { channel: id, target, runs }), None);
+                }
+                Err(OutsideGrant) => {
+                    let notice = self.stop(id, Stopping::Because(Refusal::Revoked));
+                    if notice.is_some() {
+                        return (None, notice);
+                    }
+                }
+            }
+        }
+        (None, None)
+    }
+
+    /// Notes what became of a slice.
+    pub(crate) fn copied(&mut self, id: ChannelId, copied: Copied) -> Option<Notice> {
+        self.bytes_sent += copied.num_bytes;
+        self.busy += copied.busy;
+        let channel = self.open.get_mut(&id)?;
+        channel.writing = false;
+        channel.busy += copied.busy;
+        channel.records.extend(copied.records);
+        self.list(id);
+        self.settle(id)
+    }
+
+    pub(crate) fn is_accepted(&self, id: ChannelId) -> bool {
+        self.open.get(&id).is_some_and(|channel| channel.target.is_some())
+    }
+
+    /// Says whether `Written` was said: the writer has nothing to do with the channel any more.
+    pub(crate) fn is_written(&self, id: ChannelId) -> bool {
+        self.open.get(&id).is_some_and(|channel| channel.written)
+    }
+
+    /// Takes what a written channel delivered, to be told to the receiver.
+    pub(crate) fn delivered(&mut self, id: ChannelId) -> Option<Delivered> {
+        let channel = self.open.get_mut(&id).filter(|channel| channel.stopping.is_none())?;
+        Some(Delivered {
+            num_bytes: channel.taken_bytes,
+            busy: channel.busy,
+            records: std::mem::take(&mut channel.records),
+        })
+    }
+
+    /// Closes a channel whose end is certain and reports it.
+    ///
+    /// A channel that is still being written stays until the writer is done with it, whatever the receiver said.
+    pub(crate) fn close(&mut self, id: ChannelId, refusal: Option<Refusal>) {
+        let Some(channel) = self.open.remove(&id) else { return };
+        debug_assert!(!channel.writing, "closed under the writer");
+        let refusal = channel.stopping.map_or(refusal, Stopping::refusal);
+        self.events.push(TransportEvent::Closed { channel: id, refusal });
+    }
+
+    /// Ends a channel whose bytes the receiver acknowledged.
+    pub(crate) fn complete(&mut self, id: ChannelId) {
+        let Some(channel) = self.open.remove(&id) else { return };
+        let (num_bytes, busy) = (channel.taken_bytes, channel.busy);
+        self.events.push(TransportEvent::Finished { channel: id, num_bytes, busy });
+    }
+
+    pub(crate) fn stop_all(&mut self, why: Stopping) -> Vec<Notice> {
+        let ids: Vec<_> = self.open.keys().copied().collect();
+        ids.into_iter().filter_map(|id| self.stop(id, why)).collect()
+    }
+
+    pub(crate) fn shut_down(&mut self) {
+        self.shut_down = true;
+    }
+
+    pub(crate) fn is_shut_down(&self) -> bool {
+        self.shut_down
+    }
+
+    pub(crate) fn has_events(&self) -> bool {
+        !self.events.is_empty()
+    }
+
+    pub(crate) fn drain_events(&mut self, into: &mut Vec<TransportEvent>) {
+        into.append(&mut self.events);
+    }
+
+    pub(crate) fn bytes_sent(&self) -> u64 {
+        self.bytes_sent
+    }
+
+    pub(crate) fn busy(&self) -> Duration {
+        self.busy
+    }
+
+    fn closed_unseen(&self, id: ChannelId) -> bool {
+        let names_it = |event: &TransportEvent| matches!(event, TransportEvent::Closed { channel, .. } if *channel == id);
+        self.events.iter().any(names_it)
+    }
+
+    /// Puts a channel in line if the writer has something to do for it.
+    fn list(&mut self, id: ChannelId) {
+        let Some(channel) = self.open.get_mut(&id) else { return };
+        if channel.target.is_some() && !channel.queue.is_empty() && !channel.writing && !channel.listed {
+            channel.listed = true;
+            self.ready.push_back(id);
+        }
+    }
+
+    /// Says each notice once, when it has become true.
+    fn settle(&mut self, id: ChannelId) -> Option<Notice> {
+        let channel = self.open.get_mut(&id)?;
+        if channel.writing {
+            return None;
+        }
+        if channel.stopping.is_some() {
+            return (!std::mem::replace(&mut channel.stopped, true)).then_some(Notice::Stopped(id));
+        }
+        let written = channel.finishing && channel.target.is_some() && channel.queue.is_empty();
+        (written && !std::mem::replace(&mut channel.written, true)).then_some(Notice::Written(id))
+    }
+}
+
+/// A run that the grant does not allow, or one byte too many.
+struct OutsideGrant;
+
+impl Channel {
+    /// Takes runs of about `slice_bytes` from the queue, cutting the last one to fit.
+    fn take(&mut self, slice_bytes: usize) -> Result<Vec<PutRun>, OutsideGrant> {
+        let Some(target) = self.target.as_ref().filter(|_| self.stopping.is_none()) else {
+            return Ok(Vec::new());
+        };
+        let mut runs = Vec::new();
+        let mut room = slice_bytes.max(1);
+        while room > 0 {
+            let Some(run) = self.queue.front_mut() else { break };
+            let fits = self.taken_bytes + run.num_bytes as u64 <= target.num_bytes;
+            if !fits || !run_is_allowed(&target.runs, run.remote_offset, run.num_bytes) {
+                return Err(OutsideGrant);
+            }
+            let num_bytes = run.num_bytes.min(room);
+            runs.push(PutRun { num_bytes, ..*run });
+            self.taken_bytes += num_bytes as u64;
+            room -= num_bytes;
+            if num_bytes == run.num_bytes {
+                self.queue.pop_front();
+            } else {
+                run.local_offset += num_bytes;
+                run.remote_offset += num_bytes;
+                run.num_bytes -= num_bytes;
+            }
+        }
+        Ok(runs)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,393 @@
+//! What sender and receiver say to each other over the socket, and its bytes.
+//!
+//! ```text
+//! sender                                             receiver
+//!   Hello{version, start_time, checksum}  ─────────▶   who writes: pidfd
+//!   Open{channel, range, credential}      ─────────▶   admission, claim
+//!   ◀─────────  Accept{slot, num_bytes, runs} + memfds (once per connection)  |  Refuse{refusal}  |  Reject{reason}
+//!   Records{runs and their hashes}…       ─────────▶   in checksum mode
+//!   Finish{num_bytes}                     ─────────▶   counts, verifies
+//!   ◀─────────  Finished{refusal?}
+//!   ◀─────────  Stop{channel}                          revoked
+//!   Drained{channel}                      ─────────▶   nothing of the claim can land any more
+//! ```
+//!
+//! Numbers are little-endian. A message is cut into packets of at most [`MAX_PACKET`] bytes, each led by a byte that says
+//! whether more follow; an [`Assembler`] joins them again, up to [`MAX_MESSAGE`] bytes. Whatever a peer sends, decoding
+//! answers with a frame or a [`FrameError`].
+
+use microserving_protocol::KvRange;
+use microserving_transport::{ByteRun, Refusal};
+
+/// The version of everything in this file; peers of other versions are rejected.
+pub(crate) const VERSION: u16 = 1;
+/// Bytes of a packet, its leading byte included: what a socket buffer takes without asking for one large piece.
+pub(crate) const MAX_PACKET: usize = 32 << 10;
+/// Bytes of a message. The largest is an `Accept` with the runs of a much-scattered grant.
+pub(crate) const MAX_MESSAGE: usize = 16 << 20;
+/// Runs in one `Accept`.
+pub(crate) const MAX_RUNS: usize = MAX_MESSAGE / RUN_BYTES - 16;
+/// Records in one `Records`; longer lists travel in several.
+pub(crate) const MAX_RECORDS: usize = 4096;
+
+const RUN_BYTES: usize = 16;
+const RECORD_BYTES: usize = 24;
+const MORE_FOLLOWS: u8 = 1;
+
+/// A run that was written, and the checksum of its source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Record {
+    pub(crate) run: ByteRun,
+    pub(crate) hash: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Frame {
+    Hello { version: u16, start_time: u64, checksum: bool },
+    Open { channel: u64, range: KvRange, credential: Vec<u8> },
+    Records { channel: u64, records: Vec<Record> },
+    Finish { channel: u64, num_bytes: u64 },
+    Drained { channel: u64 },
+    Accept { channel: u64, slot: u32, num_bytes: u64, checksum: bool, runs: Vec<ByteRun> },
+    Refuse { channel: u64, refusal: Refusal },
+    Stop { channel: u64 },
+    Finished { channel: u64, refusal: Option<Refusal> },
+    Reject { reason: String },
+}
+
+/// Why bytes are not a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum FrameError {
+    #[error("the message ends too early")]
+    Truncated,
+    #[error("{num_bytes} bytes are left over behind the message")]
+    TrailingBytes { num_bytes: usize },
+    #[error("no frame has the tag {tag}")]
+    UnknownTag { tag: u8 },
+    #[error("the field `{field}` has a value that does not exist")]
+    BadField { field: &'static str },
+    #[error("the message is longer than {MAX_MESSAGE} bytes")]
+    TooLong,
+    #[error("an empty packet")]
+    EmptyPacket,
+}
+
+impl Frame {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::new();
+        let mut word = |tag: u8, words: &[u64]| {
+            out.push(tag);
+            words.iter().for_each(|word| out.extend(word.to_le_bytes()));
+        };
+        match self {
+            Self::Hello { version, start_time, checksum } => {
+                word(1, &[u64::from(*version), *start_time, u64::from(*checksum)]);
+            }
+            Self::Open { channel, range, credential } => {
+                word(2, &[*channel, u64::from(range.begin()), u64::from(range.end())]);
+                out.extend(credential);
+            }
+            Self::Records { channel, records } => {
+                word(3, &[*channel]);
+                for Record { run, hash } in records {
+                    put_run(&mut out, *run);
+                    out.extend(hash.to_le_bytes());
+                }
+            }
+            Self::Finish { channel, num_bytes } => word(4, &[*channel, *num_bytes]),
+            Self::Drained { channel } => word(5, &[*channel]),
+            Self::Accept { channel, slot, num_bytes, checksum, runs } => {
+                word(6, &[*channel, u64::from(*slot), *num_bytes, u64::from(*checksum)]);
+                runs.iter().for_each(|run| put_run(&mut out, *run));
+            }
+            Self::Refuse { channel, refusal } => word(7, &[*channel, refusal_code(Some(*refusal))]),
+            Self::Stop { channel } => word(8, &[*channel]),
+            Self::Finished { channel, refusal } => word(9, &[*channel, refusal_code(*refusal)]),
+            Self::Reject { reason } => {
+                word(10, &[]);
+                out.extend(reason.as_bytes());
+            }
+        }
+        out
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, FrameError> {
+        let (&tag, rest) = bytes.split_first().ok_or(FrameError::Truncated)?;
+        let mut input = Input(rest);
+        let frame = match tag {
+            1 => Self::Hello {
+                version: input.small("version")?,
+                start_time: input.word()?,
+                checksum: input.flag("checksum")?,
+            },
+            2 => Self::Open {
+                channel: input.word()?,
+                range: input.range()?,
+                credential: std::mem::take(&mut input.0).to_vec(),
+            },
+            3 => Self::Records {
+                channel: input.word()?,
+                records: input.list(RECORD_BYTES, MAX_RECORDS, |input| {
+                    Ok(Record { run: input.run()?, hash: input.word()? })
+                })?,
+            },
+            4 => Self::Finish { channel: input.word()?, num_bytes: input.word()? },
+            5 => Self::Drained { channel: input.word()? },
+            6 => Self::Accept {
+                channel: input.word()?,
+                slot: input.small("slot")?,
+                num_bytes: input.word()?,
+                checksum: input.flag("checksum")?,
+                runs: input.list(RUN_BYTES, MAX_RUNS, Input::run)?,
+            },
+            7 => Self::Refuse {
+                channel: input.word()?,
+                refusal: input.refusal()?.ok_or(FrameError::BadField { field: "refusal" })?,
+            },
+            8 => Self::Stop { channel: input.word()? },
+            9 => Self::Finished { channel: input.word()?, refusal: input.refusal()? },
+            10 => Self::Reject { reason: String::from_utf8_lossy(std::mem::take(&mut input.0)).into_owned() },
+            tag => return Err(FrameError::UnknownTag { tag }),
+        };
+        match input.0.len() {
+            0 => Ok(frame),
+            num_bytes => Err(FrameError::TrailingBytes { num_bytes }),
+        }
+    }
+}
+
+fn put_run(out: &mut Vec<u8>, run: ByteRun) {
+    out.extend((run.offset as u64).to_le_bytes());
+    out.extend((run.num_bytes as u64).to_le_bytes());
+}
+
+const REFUSALS: [Refusal; 6] = [
+    Refusal::BadCredential,
+    Refusal::Stale,
+    Refusal::RangeTaken,
+    Refusal::Revoked,
+    Refusal::Unreachable,
+    Refusal::PeerLost,
+];
+
+/// 0 is no refusal.
+fn refusal_code(refusal: Option<Refusal>) -> u64 {
+    let place = refusal.and_then(|refusal| REFUSALS.iter().position(|known| *known == refusal));
+    place.map_or(0, |place| place as u64 + 1)
+}
+
+/// What is left to decode.
+struct Input<'a>(&'a [u8]);
+
+impl Input<'_> {
+    fn word(&mut self) -> Result<u64, FrameError> {
+        let (bytes, rest) = self.0.split_first_chunk().ok_or(FrameError::Truncated)?;
+        self.0 = rest;
+        Ok(u64::from_le_bytes(*bytes))
+    }
+
+    fn small<T: TryFrom<u64>>(&mut self, field: &'static str) -> Result<T, FrameError> {
+        T::try_from(self.word()?).map_err(|_| FrameError::BadField { field })
+    }
+
+    fn flag(&mut self, field: &'static str) -> Result<bool, FrameError> {
+        match self.word()? {
+            0 => Ok(false),
+            1 => Ok(true),
+            _ => Err(FrameError::BadField { field }),
+        }
+    }
+
+    fn range(&mut self) -> Result<KvRange, FrameError> {
+        let (begin, end) = (self.small("begin")?, self.small("end")?);
+        KvRange::new(begin, end).ok_or(FrameError::BadField { field: "range" })
+    }
+
+    fn run(&mut self) -> Result<ByteRun, FrameError> {
+        Ok(ByteRun { offset: self.small("offset")?, num_bytes: self.small("num_bytes")? })
+    }
+
+    fn refusal(&mut self) -> Result<Option<Refusal>, FrameError> {
+        match self.small::<usize>("refusal")? {
+            0 => Ok(None),
+            code => {
+                REFUSALS.get(code - 1).copied().map(Some).ok_or(FrameError::BadField { field: "refusal" })
+            }
+        }
+    }
+
+    /// Reads items to the end. The room for them is bounded by the bytes that are there.
+    fn list<T>(
+        &mut self,
+        item_bytes: usize,
+        max_items: usize,
+        item: impl Fn(&mut Self) -> Result<T, FrameError>,
+    ) -> Result<Vec<T>, FrameError> {
+        if self.0.len() / item_bytes > max_items {
+            return Err(FrameError::TooLong);
+        }
+        let mut items = Vec::with_capacity(self.0.len() / item_bytes);
+        while !self.0.is_empty() {
+            items.push(item(self)?);
+        }
+        Ok(items)
+    }
+}
+
+/// Cuts a message into packets.
+pub(crate) fn packets(message: &[u8]) -> impl Iterator<Item = Vec<u8>> {
+    let pieces = message.chunks(MAX_PACKET - 1);
+    let last = pieces.len().saturating_sub(1);
+    pieces.enumerate().map(move |(at, piece)| {
+        let lead = if at < last { MORE_FOLLOWS } else { 0 };
+        [&[lead], piece].concat()
+    })
+}
+
+/// Joins packets to messages.
+#[derive(Debug, Default)]
+pub(crate) struct Assembler {
+    parts: Vec<u8>,
+}
+
+impl Assembler {
+    /// Takes a packet; returns the frame that it completes, if it does.
+    pub(crate) fn push(&mut self, packet: &[u8]) -> Result<Option<Frame>, FrameError> {
+        let (&lead, piece) = packet.split_first().ok_or(FrameError::EmptyPacket)?;
+        if self.parts.len() + piece.len() > MAX_MESSAGE {
+            return Err(FrameError::TooLong);
+        }
+        match lead {
+            MORE_FOLLOWS => {
+                self.parts.extend(piece);
+                Ok(None)
+            }
+            0 if self.parts.is_empty() => Frame::decode(piece).map(Some),
+            0 => {
+                self.parts.extend(piece);
+                Frame::decode(&std::mem::take(&mut self.parts)).map(Some)
+            }
+            _ => Err(FrameError::BadField { field: "lead" }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn run(offset: usize, num_bytes: usize) -> ByteRun {
+        ByteRun { offset, num_bytes }
+    }
+
+    fn one_of_each() -> Vec<Frame> {
+        let range = KvRange::new(3, 90).expect("ordered");
+        vec![
+            Frame::Hello { version: VERSION, start_time: 77, checksum: true },
+            Frame::Open { channel: 1, range, credential: b"signed".to_vec() },
+            Frame::Open { channel: u64::MAX, range, credential: Vec::new() },
+            Frame::Records { channel: 2, records: vec![Record { run: run(64, 128), hash: 9 }; 3] },
+            Frame::Finish { channel: 3, num_bytes: 1 << 40 },
+            Frame::Drained { channel: 4 },
+            Frame::Accept {
+                channel: 5,
+                slot: 7,
+                num_bytes: 8,
+                checksum: false,
+                runs: vec![run(0, 1), run(9, 10)],
+            },
+            Frame::Refuse { channel: 6, refusal: Refusal::RangeTaken },
+            Frame::Stop { channel: 7 },
+            Frame::Finished { channel: 8, refusal: None },
+            Frame::Finished { channel: 8, refusal: Some(Refusal::PeerLost) },
+            Frame::Reject { reason: "another user".into() },
+        ]
+    }
+
+    fn through_packets(frame: &Frame) -> Frame {
+        let mut assembler = Assembler::default();
+        let packets: Vec<_> = packets(&frame.encode()).collect();
+        let (last, rest) = packets.split_last().expect("at least one packet");
+        for packet in rest {
+            assert!(packet.len() <= MAX_PACKET);
+            assert_eq!(assembler.push(packet), Ok(None));
+        }
+        assembler.push(last).expect("a whole frame").expect("the last packet completes it")
+    }
+
+    #[test]
+    fn every_frame_survives_the_way() {
+        for frame in one_of_each() {
+            assert_eq!(through_packets(&frame), frame);
+        }
+        let long = Frame::Accept {
+            channel: 1,
+            slot: 0,
+            num_bytes: 0,
+            checksum: false,
+            runs: (0..100_000).map(|at| run(at, 1)).collect(),
+        };
+        assert_eq!(through_packets(&long), long);
+        let credential = vec![7; 3 * MAX_PACKET];
+        let long = Frame::Open { channel: 1, range: KvRange::default(), credential };
+        assert_eq!(through_packets(&long), long);
+    }
+
+    #[test]
+    fn every_cut_and_every_extra_byte_is_noticed_or_harmless() {
+        for frame in one_of_each() {
+            let bytes = frame.encode();
+            for len in 0..bytes.len() {
+                assert_ne!(Frame::decode(&bytes[..len]), Ok(frame.clone()));
+            }
+            let longer = [bytes.as_slice(), &[1]].concat();
+            assert_ne!(Frame::decode(&longer), Ok(frame));
+        }
+    }
+
+    #[test]
+    fn values_that_do_not_exist_are_refused() {
+        let words = |tag: u8, words: &[u64]| {
+            let bytes = words.iter().flat_map(|word| word.to_le_bytes());
+            Frame::decode(&std::iter::once(tag).chain(bytes).collect::<Vec<_>>())
+        };
+        assert_eq!(words(0, &[]), Err(FrameError::UnknownTag { tag: 0 }));
+        assert_eq!(words(1, &[1 << 16, 0, 0]), Err(FrameError::BadField { field: "version" }));
+        assert_eq!(words(1, &[1, 0, 2]), Err(FrameError::BadField { field: "checksum" }));
+        assert_eq!(words(2, &[1, 5, 4]), Err(FrameError::BadField { field: "range" }));
+        assert_eq!(words(2, &[1, 5, 1 << 32]), Err(FrameError::BadField { field: "end" }));
+        assert_eq!(words(7, &[1, 0]), Err(FrameError::BadField { field: "refusal" }));
+        assert_eq!(words(9, &[1, 7]), Err(FrameError::BadField { field: "refusal" }));
+        assert_eq!(words(5, &[1, 1]), Err(FrameError::TrailingBytes { num_bytes: 8 }));
+        let mut assembler = Assembler::default();
+        assert_eq!(assembler.push(&[]), Err(FrameError::EmptyPacket));
+        assert_eq!(assembler.push(&[2, 8]), Err(FrameError::BadField { field: "lead" }));
+    }
+
+    #[test]
+    fn an_endless_message_is_cut_off() {
+        let mut assembler = Assembler::default();
+        let mut packet = vec![0; MAX_PACKET];
+        packet[0] = MORE_FOLLOWS;
+        let failed_at = (0..).find(|_| assembler.push(&packet).is_err()).expect("bounded");
+        assert!(failed_at <= MAX_MESSAGE / (MAX_PACKET - 1));
+        assert!(assembler.parts.len() <= MAX_MESSAGE);
+    }
+
+    proptest! {
+        #[test]
+        fn noise_never_panics(packets in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..80), 1..8)) {
+            let mut assembler = Assembler::default();
+            for mut packet in packets {
+                // Plausible leads and tags, so that the fields are reached.
+                if let [lead, tag, ..] = packet.as_mut_slice() {
+                    *lead %= 3;
+                    *tag %= 12;
+                }
+                let _ = assembler.push(&packet);
+            }
+        }
+    }
+}
