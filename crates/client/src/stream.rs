@@ -87,10 +87,7 @@ impl EventStream {
         let value: serde_json::Value = serde_json::from_str(data)
             .map_err(|error| self.malformed(format!("a chunk is no JSON: {error}")))?;
         if let Some(error) = ApiError::from_value(500, &value) {
-            return Err(ClientError::Refused {
-                engine: self.engine.clone(),
-                error: Box::new(with_status(error)),
-            });
+            return Err(ClientError::Refused { engine: self.engine.clone(), error: Box::new(error) });
         }
         serde_json::from_value(value)
             .map_err(|error| self.malformed(format!("a chunk is malformed: {error}")))
@@ -103,14 +100,4 @@ impl EventStream {
     fn malformed(&self, reason: String) -> ClientError {
         ClientError::Malformed { engine: self.engine.clone(), reason }
     }
-}
-
-/// An event of a stream has no status of its own; engines put it into `code`.
-fn with_status(mut error: ApiError) -> ApiError {
-    if let Some(status) = error.code.as_deref().and_then(|code| code.parse().ok())
-        && (400..600).contains(&status)
-    {
-        error.status = status;
-    }
-    error
 }

@@ -212,7 +212,7 @@ async fn broken_streams_end_with_one_typed_error() {
             match request.call.seq_id.as_ref().map(SeqId::as_str) {
                 Some("cut") => events(vec!["data: {\"id\":\"k\",\"choices\":[]}\n\n", "data: {\"id\""]),
                 Some("error") => events(vec![
-                    "data: {\"error\":{\"message\":\"boom\",\"type\":\"server_error\",\"param\":null,\"code\":\"503\"}}\n\ndata: [DONE]\n\n",
+                    "data: {\"error\":{\"message\":\"boom\",\"type\":\"server_error\",\"param\":null,\"code\":null,\"status\":503}}\n\n",
                 ]),
                 Some("junk") => events(vec!["data: {]\n\n"]),
                 _ => events(vec!["data: {\"id\":3}\n\n"]),

@@ -180,6 +180,14 @@ impl ApiError {
         serde_json::to_string(&body).expect("strings always serialise")
     }
 
+    /// Returns the event that ends a stream with this error: the error body with the status in it, as the stream has none.
+    #[must_use]
+    pub fn to_event(&self) -> serde_json::Value {
+        serde_json::json!({"error": {
+            "message": self.message, "type": self.kind, "param": self.param, "code": self.code, "status": self.status,
+        }})
+    }
+
     /// Reads an error body that came with `status`; a body of another shape becomes the message, cut to 500 characters.
     #[must_use]
     pub fn from_body(status: u16, body: &[u8]) -> Self {
@@ -194,10 +202,16 @@ impl ApiError {
 
     /// Reads `{"error": {...}}`, as a body or as an event of a stream; `None` if `value` is not that.
     ///
-    /// An event of a stream carries its status as the code; `status` stands in where it does not.
+    /// An event of a stream carries its status beside OpenAI's four fields (see [`ApiError::to_event`]); `status` stands in
+    /// where it does not.
     #[must_use]
     pub fn from_value(status: u16, value: &serde_json::Value) -> Option<Self> {
         let error = value.get("error")?.as_object()?;
+        let own = error.get("status").and_then(|status| lax::int(status).ok());
+        let status = own
+            .and_then(|own| u16::try_from(own).ok())
+            .filter(|own| (400..600).contains(own))
+            .unwrap_or(status);
         let text = |name: &str| error.get(name).and_then(|v| v.as_str()).map(str::to_owned);
         let mut out = Self::new(status, text("message").unwrap_or_default());
         if let Some(kind) = text("type") {
@@ -263,6 +277,9 @@ mod tests {
             ApiError::timeout("x"),
         ] {
             let mut back = ApiError::from_body(error.status, error.to_json().as_bytes());
+            back.retry_after = error.retry_after;
+            assert_eq!(back, error);
+            let mut back = ApiError::from_value(500, &error.to_event()).expect("an error");
             back.retry_after = error.retry_after;
             assert_eq!(back, error);
         }

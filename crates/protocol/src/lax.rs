@@ -114,6 +114,19 @@ impl Fields {
         finite_f32(&path, value).map(Some)
     }
 
+    /// Takes an optional finite number.
+    ///
+    /// # Errors
+    /// 422 if it is not a number, 400 if it is not finite.
+    pub fn opt_f64(&mut self, name: &str) -> Result<Option<f64>, ApiError> {
+        let Some(value) = self.opt(name, float)? else { return Ok(None) };
+        if value.is_finite() {
+            return Ok(Some(value));
+        }
+        let path = self.path(name);
+        Err(ApiError::bad_request(&path, format!("{path} is {value}, must be finite")))
+    }
+
     /// Takes an optional truth value.
     ///
     /// # Errors

@@ -1,1 +1,89 @@
-//! Placeholder.
+//! The router: every OpenAI request becomes a short program over the three MicroServing calls.
+//!
+//! - [`Program`] is an orchestration pattern: an async function over a [`Ctx`] and a [`Request`]. [`DataParallel`], [`PrefillDecode`] and
+//!   [`Balanced`] come with the crate; write your own beside them.
+//! - [`Ctx`] finds engines: [`Ctx::decoder`] and [`Ctx::prefiller`] return a [`Seat`], a request's place on one engine, which is where the
+//!   calls are.
+//! - [`RouterService`] serves clients: it tokenises once, runs the program, tries again on other engines until the first token, and
+//!   answers in OpenAI's words ([`RouterService::http`]).
+//! - [`Cluster`] knows the engines, their health and load; [`Placement`] chooses among them.
+//!
+//! # A seat is a guard
+//!
+//! A request that sits on an engine counts there as load, and may have left pages reserved. Both must be given back on success, on
+//! error and when the client goes away, at every await of every program, users' programs included. So no program says "abort" or
+//! "decrement": it holds [`Seat`]s, and a seat that is dropped before its stream has ended gives back its load and sends `abort`.
+//! Programs stay as short as the figures they come from.
+//!
+//! ```
+//! use async_trait::async_trait;
+//! use microserving_router::{Ctx, Error, Program, Request, TokenStream};
+//!
+//! /// Long prompts are prefilled elsewhere, short ones where they are decoded.
+//! #[derive(Debug)]
+//! struct ByLength {
+//!     threshold: u32,
+//! }
+//!
+//! #[async_trait]
+//! impl Program for ByLength {
+//!     fn name(&self) -> &str {
+//!         "by_length"
+//!     }
+//!
+//!     async fn serve(&self, ctx: &Ctx, request: &Request) -> Result<TokenStream, Error> {
+//!         let mut d = ctx.decoder(request)?;
+//!         let end = request.len() - 1;
+//!         if request.len() > self.threshold
+//!             && let Some(mut p) = ctx.prefiller(request, &d)
+//!         {
+//!             let prepared = d.prep_recv(request, end).await?;
+//!             if prepared.matched < end {
+//!                 p.remote_send(request, &prepared, prepared.matched, end).await?;
+//!             }
+//!             return d.start_generate(request, end).await;
+//!         }
+//!         d.start_generate(request, 0).await
+//!     }
+//! }
+//! ```
+
+#![forbid(unsafe_code)]
+
+mod abort;
+mod attempts;
+mod cluster;
+mod ctx;
+mod engine;
+mod error;
+mod http;
+mod ids;
+mod metrics;
+mod pattern;
+mod placement;
+mod prefix;
+mod program;
+mod programs;
+mod prompt;
+mod request;
+mod seat;
+mod service;
+mod stats;
+mod stream;
+mod watch;
+
+pub use cluster::Cluster;
+pub use ctx::Ctx;
+pub use engine::{Engine, EngineSpec, Health, Load, Role};
+pub use error::Error;
+pub use ids::Randomness;
+pub use metrics::Metrics;
+pub use pattern::{BadPattern, Pattern, Patterns};
+pub use placement::{Placement, PlacementPolicy};
+pub use prefix::PrefixIndex;
+pub use program::{Program, TokenStream};
+pub use programs::{Balanced, DataParallel, PrefillDecode};
+pub use prompt::PromptCodec;
+pub use request::Request;
+pub use seat::{Prepared, Seat};
+pub use service::{RouterConfig, RouterService, RouterTasks};

@@ -34,7 +34,7 @@ pub struct CallOptions {
 impl CallOptions {
     fn from_fields(fields: &mut Fields) -> Result<Self, ApiError> {
         let attempt = fields.opt_u32("attempt")?.map(Attempt);
-        let timeout = match fields.opt_f32("timeout_seconds")?.map(f64::from) {
+        let timeout = match fields.opt_f64("timeout_seconds")? {
             None => None,
             Some(seconds) if seconds > 0.0 && seconds <= MAX_TIMEOUT_SECONDS => {
                 Some(Duration::from_secs_f64(seconds))

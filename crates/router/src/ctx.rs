@@ -1,0 +1,110 @@
+//! What a program has to work with.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use microserving_client::CallContext;
+use microserving_protocol::{Attempt, CallOptions};
+
+use crate::abort::AbortQueue;
+use crate::engine::InFlight;
+use crate::placement::Choice;
+use crate::stats::StatsCell;
+use crate::{Cluster, Engine, Error, Metrics, Placement, Request, Seat};
+
+/// What lasts as long as the service, and every context shares.
+#[derive(Clone, Debug)]
+pub(crate) struct Shared {
+    pub(crate) cluster: Arc<Cluster>,
+    pub(crate) placement: Arc<Placement>,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) aborts: AbortQueue,
+}
+
+/// One attempt at serving one request: it finds engines, and carries identity and deadline into every call.
+#[derive(Clone, Debug)]
+pub struct Ctx {
+    pub(crate) shared: Shared,
+    pub(crate) call: CallContext,
+    pub(crate) attempt: Attempt,
+    /// Engines that failed this request, in this attempt or an earlier one.
+    pub(crate) failed: Arc<Mutex<HashSet<u32>>>,
+    pub(crate) stats: StatsCell,
+}
+
+impl Ctx {
+    /// Takes a seat on the best engine to decode `request`. Changes state: the seat counts as load until it is dropped.
+    ///
+    /// # Errors
+    /// [`Error::NoEngine`] if every engine that may decode is down or has failed this request.
+    pub fn decoder(&self, request: &Request) -> Result<Seat, Error> {
+        let mut engines = self.shared.cluster.decoders(request.model());
+        self.leave_out_failed(&mut engines);
+        let choice = self.shared.placement.choose(&engines, request, request.len());
+        let choice = choice.ok_or(Error::NoEngine { job: "decode" })?;
+        Ok(self.sit(choice, request.len()))
+    }
+
+    /// Takes a seat on the best engine to prefill for `decoder`: another one, with the same KV layout.
+    ///
+    /// None means that there is none just now. Then the decoder can do without: `start_generate` alone serves any request.
+    #[must_use]
+    pub fn prefiller(&self, request: &Request, decoder: &Seat) -> Option<Seat> {
+        let mut engines = self.shared.cluster.prefillers(request.model());
+        self.leave_out_failed(&mut engines);
+        engines.retain(|engine| {
+            engine.number() != decoder.engine().number() && engine.exchanges_with(decoder.engine())
+        });
+        let choice = self.shared.placement.choose(&engines, request, request.len())?;
+        Some(self.sit(choice, request.len()))
+    }
+
+    /// Takes a seat on a given engine, for programs that choose by themselves.
+    #[must_use]
+    pub fn seat(&self, engine: &Arc<Engine>, request: &Request) -> Seat {
+        self.sit(Choice { engine: engine.clone(), hinted: 0 }, request.len())
+    }
+
+    /// Returns the engines.
+    #[must_use]
+    pub fn cluster(&self) -> &Cluster {
+        &self.shared.cluster
+    }
+
+    /// Returns the number of the attempt, from 0.
+    #[must_use]
+    pub const fn attempt(&self) -> Attempt {
+        self.attempt
+    }
+
+    /// Returns identity and deadline, for calls that a program makes by itself.
+    #[must_use]
+    pub const fn call_context(&self) -> &CallContext {
+        &self.call
+    }
+
+    fn sit(&self, choice: Choice, num_tokens: u32) -> Seat {
+        let uncached = num_tokens.saturating_sub(choice.hinted);
+        Seat::new(self.clone(), InFlight::new(choice.engine, uncached))
+    }
+
+    /// Returns the key and deadline of a call.
+    pub(crate) fn options(&self, request: &Request) -> CallOptions {
+        CallOptions {
+            seq_id: Some(request.seq_id().clone()),
+            attempt: (self.attempt.0 > 0).then_some(self.attempt),
+            // A deadline that has passed is answered by the client before anything is sent.
+            timeout: self.call.remaining().filter(|left| !left.is_zero()),
+        }
+    }
+
+    /// Notes that an engine failed this request, so that the next attempt goes elsewhere.
+    pub(crate) fn note_failed(&self, engine: &Engine) {
+        self.failed.lock().unwrap_or_else(PoisonError::into_inner).insert(engine.number());
+    }
+
+    fn leave_out_failed(&self, engines: &mut Vec<Arc<Engine>>) {
+        let failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
+        engines.retain(|engine| !failed.contains(&engine.number()));
+    }
+}

@@ -1,0 +1,274 @@
+//! One engine, as the router keeps it.
+
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use microserving_client::EngineCalls;
+use microserving_protocol::{ModelCard, StateView};
+use tokio::sync::Notify;
+
+/// What an engine is used for. Any engine can do everything; a role is the operator's wish.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Role {
+    /// Prefills and decodes.
+    #[default]
+    Any,
+    /// Only prefills for others.
+    Prefill,
+    /// Decodes, prefilling what others did not.
+    Decode,
+}
+
+impl Role {
+    /// Returns the name used in configuration.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Any => "any",
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        }
+    }
+}
+
+/// An engine to route to.
+#[derive(Clone, Debug)]
+pub struct EngineSpec {
+    /// How to call it.
+    pub calls: Arc<dyn EngineCalls>,
+    /// What it is used for.
+    pub role: Role,
+    /// Its PE under PGAS transports; other transports ignore it.
+    pub recv_rank: i64,
+}
+
+impl EngineSpec {
+    /// Describes an engine for any role.
+    #[must_use]
+    pub fn new(calls: Arc<dyn EngineCalls>, role: Role) -> Self {
+        Self { calls, role, recv_rank: 0 }
+    }
+}
+
+/// Whether an engine gets requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Health {
+    /// Not seen yet, or a connection to it failed.
+    Down = 0,
+    /// It answers, and says that it takes no requests (starting, draining).
+    NotReady = 1,
+    /// It takes requests.
+    Ready = 2,
+}
+
+/// How busy an engine is: the larger of what we have in flight there and what it reports.
+///
+/// Our own count is exact and at once, its report includes other routers' requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Load {
+    /// Requests in flight.
+    pub requests: u32,
+    /// Prompt tokens that wait to be computed.
+    pub queued_tokens: u64,
+}
+
+/// One engine of the cluster.
+#[derive(Debug)]
+pub struct Engine {
+    number: u32,
+    spec: EngineSpec,
+    health: AtomicU8,
+    requests: AtomicU32,
+    queued_tokens: AtomicU64,
+    seen: Mutex<Seen>,
+    /// Wakes the watcher, so that a failed call is followed by a look at once.
+    pub(crate) look: Notify,
+}
+
+/// What the engine told of itself.
+#[derive(Debug, Default)]
+struct Seen {
+    state: Option<StateView>,
+    models: Vec<ModelCard>,
+}
+
+impl Engine {
+    pub(crate) fn new(number: u32, spec: EngineSpec) -> Self {
+        Self {
+            number,
+            spec,
+            health: AtomicU8::new(Health::Down as u8),
+            requests: AtomicU32::new(0),
+            queued_tokens: AtomicU64::new(0),
+            seen: Mutex::new(Seen::default()),
+            look: Notify::new(),
+        }
+    }
+
+    /// Returns its number in the cluster, never reused.
+    #[must_use]
+    pub const fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// Returns its name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.spec.calls.name()
+    }
+
+    /// Returns what it is used for.
+    #[must_use]
+    pub const fn role(&self) -> Role {
+        self.spec.role
+    }
+
+    /// Returns the way to call it.
+    #[must_use]
+    pub fn calls(&self) -> &Arc<dyn EngineCalls> {
+        &self.spec.calls
+    }
+
+    pub(crate) const fn recv_rank(&self) -> i64 {
+        self.spec.recv_rank
+    }
+
+    /// Returns whether it gets requests.
+    #[must_use]
+    pub fn health(&self) -> Health {
+        match self.health.load(Ordering::Acquire) {
+            2 => Health::Ready,
+            1 => Health::NotReady,
+            _ => Health::Down,
+        }
+    }
+
+    /// Changes whether it gets requests; returns true if that was news.
+    pub(crate) fn set_health(&self, health: Health) -> bool {
+        self.health.swap(health as u8, Ordering::AcqRel) != health as u8
+    }
+
+    /// Notes that a connection to it failed: no more requests until it is seen again, which is tried at once.
+    pub(crate) fn note_failure(&self) {
+        if self.set_health(Health::Down) {
+            tracing::warn!(engine = self.name(), "engine is down");
+        }
+        self.look.notify_one();
+    }
+
+    /// Returns how busy it is.
+    #[must_use]
+    pub fn load(&self) -> Load {
+        let (reported_requests, reported_tokens) = self.with_seen(|seen| {
+            seen.state.as_ref().map_or((0, 0), |state| {
+                let requests = state.waiting.saturating_add(state.running).saturating_add(state.receiving);
+                (requests, state.queued_prefill_tokens)
+            })
+        });
+        Load {
+            requests: self.in_flight().max(reported_requests),
+            queued_tokens: self.queued_tokens.load(Ordering::Relaxed).max(reported_tokens),
+        }
+    }
+
+    /// Returns our own requests in flight there.
+    #[must_use]
+    pub fn in_flight(&self) -> u32 {
+        self.requests.load(Ordering::Relaxed)
+    }
+
+    /// Returns the prompt tokens of our own requests that wait there to be computed.
+    #[must_use]
+    pub fn queued_tokens(&self) -> u64 {
+        self.queued_tokens.load(Ordering::Relaxed)
+    }
+
+    /// Says whether it serves `model`; none is any.
+    #[must_use]
+    pub fn serves(&self, model: Option<&str>) -> bool {
+        model.is_none_or(|model| self.with_seen(|seen| seen.models.iter().any(|card| card.id == model)))
+    }
+
+    /// Returns the models it serves.
+    #[must_use]
+    pub fn models(&self) -> Vec<ModelCard> {
+        self.with_seen(|seen| seen.models.clone())
+    }
+
+    /// Returns its last report.
+    #[must_use]
+    pub fn state(&self) -> Option<StateView> {
+        self.with_seen(|seen| seen.state.clone())
+    }
+
+    /// Returns the tokens in a page, once it has reported.
+    #[must_use]
+    pub fn page_size(&self) -> Option<u32> {
+        self.with_seen(|seen| seen.state.as_ref().map(|state| state.page_size))
+    }
+
+    /// Says whether KV may go from one to the other: as far as both have reported, their layouts are the same.
+    #[must_use]
+    pub fn exchanges_with(&self, other: &Self) -> bool {
+        let layout = |engine: &Self| {
+            engine.with_seen(|seen| seen.state.as_ref().map(|state| state.layout_fingerprint.clone()))
+        };
+        match (layout(self), layout(other)) {
+            (Some(a), Some(b)) => a == b,
+            _ => true,
+        }
+    }
+
+    pub(crate) fn set_models(&self, models: Vec<ModelCard>) {
+        self.with_seen(|seen| seen.models = models);
+    }
+
+    /// Takes a report; returns true if it comes from another boot than the one before.
+    pub(crate) fn set_state(&self, state: StateView) -> bool {
+        self.with_seen(|seen| {
+            let rebooted = seen.state.as_ref().is_some_and(|before| before.incarnation != state.incarnation);
+            seen.state = Some(state);
+            rebooted
+        })
+    }
+
+    fn with_seen<T>(&self, f: impl FnOnce(&mut Seen) -> T) -> T {
+        f(&mut self.seen.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// One request in flight on an engine; gives its load back when dropped.
+#[derive(Debug)]
+pub(crate) struct InFlight {
+    engine: Arc<Engine>,
+    tokens: u64,
+}
+
+impl InFlight {
+    /// Counts a request that brings `tokens` prompt tokens to compute.
+    pub(crate) fn new(engine: Arc<Engine>, tokens: u32) -> Self {
+        engine.requests.fetch_add(1, Ordering::Relaxed);
+        engine.queued_tokens.fetch_add(u64::from(tokens), Ordering::Relaxed);
+        Self { engine, tokens: tokens.into() }
+    }
+
+    pub(crate) fn engine(&self) -> &Arc<Engine> {
+        &self.engine
+    }
+
+    /// Notes that so many prompt tokens are left to compute.
+    pub(crate) fn set_tokens(&mut self, tokens: u32) {
+        let tokens = u64::from(tokens);
+        self.engine.queued_tokens.fetch_add(tokens, Ordering::Relaxed);
+        self.engine.queued_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
+        self.tokens = tokens;
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        self.engine.requests.fetch_sub(1, Ordering::Relaxed);
+        self.engine.queued_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,70 @@
+//! What operators ask and change.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use microserving_protocol::{ApiError, Fields};
+use serde_json::{Value, json};
+use tracing::info;
+
+use super::respond::{Failure, WholeBody};
+use crate::{Health, Pattern, RouterService};
+
+/// Returns the pattern in use and those there are.
+pub(crate) async fn pattern(State(service): State<Arc<RouterService>>) -> Json<Value> {
+    Json(shown(&service))
+}
+
+/// Changes the pattern for requests that come from now on.
+pub(crate) async fn set_pattern(
+    State(service): State<Arc<RouterService>>,
+    WholeBody(body): WholeBody,
+) -> Result<Json<Value>, Failure> {
+    let mut fields = Fields::parse(&body)?;
+    let name = fields.string("name")?;
+    let ratio = fields.opt_f64("ratio")?;
+    if let Some((unknown, _)) = fields.rest().iter().find(|(name, _)| *name != "available") {
+        return Err(ApiError::bad_request(unknown, format!("{unknown} is no field of a pattern")).into());
+    }
+    let next = Pattern { name, ratio };
+    let before = service.patterns.set(&next).map_err(|error| {
+        let field = if service.patterns.names().contains(&next.name) { "ratio" } else { "name" };
+        ApiError::bad_request(field, error.to_string())
+    })?;
+    service.metrics().pattern_changes.inc();
+    info!(target: "audit", %before, after = %service.patterns.current(), "pattern changed");
+    Ok(Json(shown(&service)))
+}
+
+fn shown(service: &RouterService) -> Value {
+    let Pattern { name, ratio } = service.patterns.current();
+    json!({"name": name, "ratio": ratio, "available": service.patterns.names()})
+}
+
+/// Returns the engines as the router sees them.
+pub(crate) async fn engines(State(service): State<Arc<RouterService>>) -> Json<Value> {
+    let engines: Vec<Value> = service
+        .cluster()
+        .engines()
+        .iter()
+        .map(|engine| {
+            let load = engine.load();
+            let health = match engine.health() {
+                Health::Ready => "ready",
+                Health::NotReady => "not_ready",
+                Health::Down => "down",
+            };
+            json!({
+                "engine": engine.name(),
+                "role": engine.role().name(),
+                "health": health,
+                "models": engine.models().iter().map(|card| card.id.clone()).collect::<Vec<_>>(),
+                "in_flight": engine.in_flight(),
+                "load": {"requests": load.requests, "queued_tokens": load.queued_tokens},
+                "state": engine.state(),
+            })
+        })
+        .collect();
+    Json(json!({"engines": engines}))
+}

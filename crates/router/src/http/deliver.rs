@@ -1,0 +1,196 @@
+//! An answer's way to the client: whole or as a stream, as a completion or as a chat.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use axum::Json;
+use axum::body::{Body, Bytes};
+use axum::http::{HeaderValue, header};
+use axum::response::{IntoResponse, Response};
+use futures::StreamExt;
+use microserving_client::CallContext;
+use microserving_protocol::{
+    ApiError, ChatStream, CompletionRequest, CompletionResponse, SSE_DONE, SeqId, chat_response, sse_event,
+};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::Instant;
+use tracing::{info, warn};
+
+use super::answer::Answer;
+use super::headers;
+use super::respond::Failure;
+use crate::attempts::{self, Opened, describe, in_time};
+use crate::metrics::RequestRecord;
+use crate::pattern::Chosen;
+use crate::stats::StatsCell;
+use crate::{Error, Program, Request, RouterService, TokenStream};
+
+/// How one client wants its answer.
+pub(crate) struct Delivery {
+    answer: Answer,
+    program: Arc<dyn Program>,
+    stream: bool,
+    chat: bool,
+}
+
+impl Delivery {
+    pub(crate) fn new(
+        arrival: Instant,
+        call: CallContext,
+        chosen: Chosen,
+        model: String,
+        completion: &CompletionRequest,
+        text: Option<String>,
+        chat: bool,
+    ) -> Self {
+        let pattern = chosen.pattern.to_string();
+        let answer = Answer::new(arrival, call, chosen.program.name(), pattern, model, completion, text);
+        Self { answer, program: chosen.program, stream: completion.stream, chat }
+    }
+}
+
+/// Serves a request to the end, or to the beginning of its stream.
+pub(crate) async fn deliver(
+    service: &Arc<RouterService>,
+    request: Request,
+    delivery: Delivery,
+    mut record: RequestRecord,
+    slot: OwnedSemaphorePermit,
+) -> Response {
+    let pattern = HeaderValue::from_str(&delivery.answer.pattern).ok();
+    let call = delivery.answer.call.clone();
+    let seq_id = request.seq_id().clone();
+    let outcome = if delivery.stream {
+        match attempts::open(&service.shared, &*delivery.program, &request, &call).await {
+            Ok(opened) => Ok(Events::begin(service, request, delivery, opened, record, slot).into_response()),
+            Err(error) => Err((error, record)),
+        }
+    } else {
+        match whole(service, &request, delivery).await {
+            Ok(response) => {
+                record.set_status(200);
+                Ok(response)
+            }
+            Err(error) => Err((error, record)),
+        }
+    };
+    let mut response = outcome.unwrap_or_else(|(error, mut record)| {
+        let error = note_failure(&error, call.request_id.as_deref(), &seq_id);
+        record.set_status(error.status);
+        Failure(error).into_response()
+    });
+    if let Some(pattern) = pattern {
+        response.headers_mut().insert(headers::PATTERN, pattern);
+    }
+    response
+}
+
+async fn whole(service: &RouterService, request: &Request, delivery: Delivery) -> Result<Response, Error> {
+    let Delivery { mut answer, program, chat, .. } = delivery;
+    let metrics = &service.shared.metrics;
+    let call = answer.call.clone();
+    let (whole, stats) =
+        attempts::collect(&service.shared, &*program, request, &call, || answer.note_chunk(metrics)).await?;
+    let whole = answer.whole(request.seq_id(), whole, &stats, metrics);
+    Ok(if chat { Json(chat_response(whole)).into_response() } else { Json(whole).into_response() })
+}
+
+/// Logs what went wrong, and returns what the client is told.
+fn note_failure(error: &Error, request_id: Option<&str>, seq_id: &SeqId) -> ApiError {
+    let told = error.to_api_error();
+    if told.status >= 500 {
+        warn!(request_id, %seq_id, error = %describe(error), "request failed");
+    } else {
+        info!(request_id, %seq_id, error = %describe(error), "request refused");
+    }
+    told
+}
+
+/// A stream on its way to a client; the client's pace decides when the next chunk is asked for.
+struct Events {
+    service: Arc<RouterService>,
+    request: Request,
+    answer: Answer,
+    chat: Option<ChatStream>,
+    stats: StatsCell,
+    first: Option<CompletionResponse>,
+    /// Gone after the last event.
+    rest: Option<TokenStream>,
+    record: RequestRecord,
+    _slot: OwnedSemaphorePermit,
+}
+
+impl Events {
+    fn begin(
+        service: &Arc<RouterService>,
+        request: Request,
+        delivery: Delivery,
+        opened: Opened,
+        record: RequestRecord,
+        slot: OwnedSemaphorePermit,
+    ) -> Self {
+        Self {
+            service: service.clone(),
+            request,
+            answer: delivery.answer,
+            chat: delivery.chat.then(ChatStream::new),
+            stats: opened.stats,
+            first: Some(opened.first),
+            rest: Some(opened.rest),
+            record,
+            _slot: slot,
+        }
+    }
+
+    fn into_response(self) -> Response {
+        let events = futures::stream::unfold(self, |mut events| async move {
+            let bytes = events.next().await?;
+            Some((Ok::<_, Infallible>(bytes), events))
+        });
+        let headers = [
+            (header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8")),
+            (header::CACHE_CONTROL, HeaderValue::from_static("no-cache")),
+        ];
+        (headers, Body::from_stream(events)).into_response()
+    }
+
+    /// Returns the next event. After the first token nothing is made again: an error is an event, and the last one.
+    async fn next(&mut self) -> Option<Bytes> {
+        loop {
+            let rest = self.rest.as_mut()?;
+            let chunk = match self.first.take() {
+                Some(first) => Ok(Some(first)),
+                None => in_time(&self.answer.call, async { rest.next().await.transpose() }).await,
+            };
+            match chunk {
+                Ok(Some(chunk)) => {
+                    self.answer.note_chunk(&self.service.shared.metrics);
+                    if let Some(bytes) = self.frame(chunk) {
+                        return Some(bytes);
+                    }
+                }
+                Ok(None) => {
+                    self.rest = None;
+                    self.record.set_status(200);
+                    return Some(Bytes::from_static(SSE_DONE.as_bytes()));
+                }
+                Err(error) => {
+                    self.rest = None;
+                    let id = self.answer.call.request_id.as_deref();
+                    let told = note_failure(&error, id, self.request.seq_id());
+                    self.record.set_status(told.status);
+                    return Some(sse_event(&told.to_event()).into());
+                }
+            }
+        }
+    }
+
+    fn frame(&mut self, chunk: CompletionResponse) -> Option<Bytes> {
+        let metrics = &self.service.shared.metrics;
+        let chunk = self.answer.chunk(self.request.seq_id(), chunk, &self.stats, metrics)?;
+        Some(match &mut self.chat {
+            Some(chat) => sse_event(&chat.convert(chunk)).into(),
+            None => sse_event(&chunk).into(),
+        })
+    }
+}

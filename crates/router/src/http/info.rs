@@ -1,0 +1,90 @@
+//! Models, tokenizing, health and metrics.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Json;
+use axum::extract::{Path, State};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use microserving_client::CallContext;
+use microserving_protocol::{
+    ApiError, DetokenizeRequest, DetokenizeResponse, ModelCard, ModelList, TokenizeInput, TokenizeRequest,
+    TokenizeResponse,
+};
+use serde_json::json;
+
+use super::headers;
+use super::respond::{Failure, WholeBody};
+use crate::{Health, PromptCodec, RouterService, prompt};
+
+/// How long fetching a tokenizer may take.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+pub(crate) async fn models(State(service): State<Arc<RouterService>>) -> Json<ModelList> {
+    Json(ModelList::new(service.cluster().models()))
+}
+
+pub(crate) async fn model(
+    State(service): State<Arc<RouterService>>,
+    Path(name): Path<String>,
+) -> Result<Json<ModelCard>, Failure> {
+    Ok(Json(service.model(Some(&name))?))
+}
+
+pub(crate) async fn tokenize(
+    State(service): State<Arc<RouterService>>,
+    headers: HeaderMap,
+    WholeBody(body): WholeBody,
+) -> Result<Json<TokenizeResponse>, Failure> {
+    let request = TokenizeRequest::from_json(&body)?;
+    let (model, codec) = codec(&service, &headers, request.model.as_deref()).await?;
+    let tokens = match request.input {
+        TokenizeInput::Text(text) => prompt::encode(codec, text, request.add_special_tokens).await?,
+        TokenizeInput::Chat(messages) => prompt::encode_chat(codec, messages).await?,
+    };
+    Ok(Json(TokenizeResponse { count: tokens.len(), tokens, max_model_len: model.max_model_len }))
+}
+
+pub(crate) async fn detokenize(
+    State(service): State<Arc<RouterService>>,
+    headers: HeaderMap,
+    WholeBody(body): WholeBody,
+) -> Result<Json<DetokenizeResponse>, Failure> {
+    let request = DetokenizeRequest::from_json(&body)?;
+    let (_, codec) = codec(&service, &headers, request.model.as_deref()).await?;
+    Ok(Json(DetokenizeResponse { prompt: prompt::decode(codec, request.tokens).await? }))
+}
+
+async fn codec(
+    service: &RouterService,
+    headers: &HeaderMap,
+    model: Option<&str>,
+) -> Result<(ModelCard, Arc<dyn PromptCodec>), Failure> {
+    let model = service.model(model)?;
+    let cx = CallContext { traceparent: headers::traceparent(headers), ..CallContext::within(PATIENCE) };
+    let codec = service.codecs.get(service.cluster(), &cx, &model.id).await?;
+    Ok((model, codec))
+}
+
+pub(crate) async fn live() -> Json<serde_json::Value> {
+    Json(json!({"status": "live"}))
+}
+
+/// Ready when some engine is.
+pub(crate) async fn ready(State(service): State<Arc<RouterService>>) -> Response {
+    let engines = service.cluster().engines();
+    let ready = engines.iter().filter(|engine| engine.health() == Health::Ready).count();
+    if ready == 0 {
+        let error =
+            ApiError::unavailable("no engine is ready", Duration::from_secs(1)).with_code("no_engine");
+        return Failure(error).into_response();
+    }
+    Json(json!({"status": "ready", "engines": engines.len(), "engines_ready": ready})).into_response()
+}
+
+pub(crate) async fn metrics(State(service): State<Arc<RouterService>>) -> Response {
+    let text = service.metrics().render(service.cluster());
+    let kind = HeaderValue::from_static("application/openmetrics-text; version=1.0.0; charset=utf-8");
+    (StatusCode::OK, [(header::CONTENT_TYPE, kind)], text).into_response()
+}

@@ -1,0 +1,53 @@
+//! Errors as answers, and bodies as bytes.
+
+use axum::body::{Body, Bytes};
+use axum::extract::{FromRequest, Request};
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use microserving_protocol::ApiError;
+
+use crate::Error;
+
+/// An error on its way to a client.
+#[derive(Debug)]
+pub(crate) struct Failure(pub(crate) ApiError);
+
+impl From<ApiError> for Failure {
+    fn from(error: ApiError) -> Self {
+        Self(error)
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self(error.to_api_error())
+    }
+}
+
+impl IntoResponse for Failure {
+    fn into_response(self) -> Response {
+        let status = StatusCode::from_u16(self.0.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        let mut response = Response::new(Body::from(self.0.to_json()));
+        *response.status_mut() = status;
+        response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        if let Some(seconds) = self.0.retry_after_seconds() {
+            response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
+        }
+        response
+    }
+}
+
+/// A whole body; one that is too large or breaks off is an error in OpenAI's form.
+#[derive(Debug)]
+pub(crate) struct WholeBody(pub(crate) Bytes);
+
+impl<S: Send + Sync> FromRequest<S> for WholeBody {
+    type Rejection = Failure;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, Failure> {
+        Bytes::from_request(request, state).await.map(WholeBody).map_err(|rejection| {
+            let status = rejection.status().as_u16();
+            Failure(ApiError::new(status, rejection.body_text().to_lowercase()))
+        })
+    }
+}

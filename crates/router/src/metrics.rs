@@ -1,0 +1,275 @@
+//! What `/metrics` shows. One registry a service; nothing global.
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+use microserving_client::ClientError;
+use microserving_protocol::{ServingStats, Usage};
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::{Registry, Unit};
+
+use crate::{Cluster, Health};
+
+/// From a cache hit on a small model to a long prompt in a long queue.
+const FIRST_TOKEN_BUCKETS: [f64; 14] =
+    [0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0];
+/// Around the speeds that readers notice.
+const TOKEN_BUCKETS: [f64; 12] = [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0];
+const REQUEST_BUCKETS: [f64; 13] =
+    [0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0];
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RequestLabels {
+    pattern: String,
+    status: u16,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct PatternLabel {
+    pattern: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct CallLabels {
+    call: String,
+    outcome: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ReasonLabel {
+    reason: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct PhaseLabel {
+    phase: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct EngineLabel {
+    engine: String,
+}
+
+type HistogramFamily = Family<PatternLabel, Histogram, fn() -> Histogram>;
+
+/// The router's metrics; cheap to share.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: Registry,
+    requests: Family<RequestLabels, Counter>,
+    pub(crate) in_flight: Gauge,
+    first_token: HistogramFamily,
+    per_output_token: HistogramFamily,
+    request_seconds: HistogramFamily,
+    calls: Family<CallLabels, Counter>,
+    retries: Family<ReasonLabel, Counter>,
+    pub(crate) aborts: Counter,
+    prompt_tokens: Family<PhaseLabel, Counter>,
+    output_tokens: Counter,
+    kv_bytes: Counter,
+    exposed_transfer: Counter<f64, AtomicU64>,
+    pub(crate) pattern_changes: Counter,
+    engine_ready: Family<EngineLabel, Gauge>,
+    engine_in_flight: Family<EngineLabel, Gauge>,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Metrics {
+    /// Makes metrics that have counted nothing.
+    #[must_use]
+    pub fn new() -> Self {
+        let mut registry = Registry::with_prefix("microserving_router");
+        let requests = Family::default();
+        registry.register(
+            "requests",
+            "Requests that generate, by pattern and status; 499 is a client that went away",
+            requests.clone(),
+        );
+        let in_flight = Gauge::default();
+        registry.register("requests_in_flight", "Requests being served", in_flight.clone());
+        let mut histogram = |name: &str, help: &str, make: fn() -> Histogram| {
+            let family = HistogramFamily::new_with_constructor(make);
+            registry.register_with_unit(name, help, Unit::Seconds, family.clone());
+            family
+        };
+        let first_token = histogram(
+            "time_to_first_token",
+            "From a request's arrival to its first token, retries included",
+            || Histogram::new(FIRST_TOKEN_BUCKETS),
+        );
+        let per_output_token = histogram(
+            "time_per_output_token",
+            "Mean time between a request's output tokens, the first left out",
+            || Histogram::new(TOKEN_BUCKETS),
+        );
+        let request_seconds = histogram("request", "From a request's arrival to its last token", || {
+            Histogram::new(REQUEST_BUCKETS)
+        });
+        let calls = Family::default();
+        registry.register("engine_calls", "Calls to engines, by call and outcome", calls.clone());
+        let retries = Family::default();
+        registry.register(
+            "retries",
+            "Attempts that failed before the first token and were made again",
+            retries.clone(),
+        );
+        let aborts = Counter::default();
+        registry.register("aborts", "Aborts sent for requests given up", aborts.clone());
+        let prompt_tokens = Family::default();
+        registry.register(
+            "prompt_tokens",
+            "Prompt tokens by what became of them: matched and computed on the decoding engine, cached and computed on the prefilling one, sent",
+            prompt_tokens.clone(),
+        );
+        let output_tokens = Counter::default();
+        registry.register("output_tokens", "Tokens generated", output_tokens.clone());
+        let kv_bytes = Counter::default();
+        registry.register_with_unit("kv_sent", "KV moved between engines", Unit::Bytes, kv_bytes.clone());
+        let exposed_transfer = Counter::default();
+        registry.register_with_unit(
+            "exposed_transfer",
+            "Time spent moving KV that no computing hid",
+            Unit::Seconds,
+            exposed_transfer.clone(),
+        );
+        let pattern_changes = Counter::default();
+        registry.register("pattern_changes", "Changes of the pattern in use", pattern_changes.clone());
+        let engine_ready = Family::default();
+        registry.register("engine_ready", "Whether an engine gets requests", engine_ready.clone());
+        let engine_in_flight = Family::default();
+        registry.register(
+            "engine_in_flight",
+            "This router's requests on an engine",
+            engine_in_flight.clone(),
+        );
+        Self {
+            registry,
+            requests,
+            in_flight,
+            first_token,
+            per_output_token,
+            request_seconds,
+            calls,
+            retries,
+            aborts,
+            prompt_tokens,
+            output_tokens,
+            kv_bytes,
+            exposed_transfer,
+            pattern_changes,
+            engine_ready,
+            engine_in_flight,
+        }
+    }
+
+    pub(crate) fn request(&self, pattern: &str, status: u16) {
+        self.requests.get_or_create(&RequestLabels { pattern: pattern.to_owned(), status }).inc();
+    }
+
+    pub(crate) fn first_token(&self, pattern: &str, after: Duration) {
+        self.first_token.get_or_create(&label(pattern)).observe(after.as_secs_f64());
+    }
+
+    /// Notes a complete answer: `decoding` is the time from its first to its last chunk.
+    pub(crate) fn answer(
+        &self,
+        pattern: &str,
+        whole: Duration,
+        decoding: Duration,
+        usage: &Usage,
+        stats: &ServingStats,
+    ) {
+        self.request_seconds.get_or_create(&label(pattern)).observe(whole.as_secs_f64());
+        if usage.completion_tokens > 1 {
+            let mean = decoding.as_secs_f64() / f64::from(usage.completion_tokens - 1);
+            self.per_output_token.get_or_create(&label(pattern)).observe(mean);
+        }
+        self.output_tokens.inc_by(usage.completion_tokens.into());
+        for (phase, tokens) in [
+            ("decode_matched", stats.matched_tokens),
+            ("decode_computed", stats.computed_tokens),
+            ("prefill_cached", stats.prefill_cached_tokens),
+            ("prefill_computed", stats.prefill_computed_tokens),
+            ("sent", stats.sent_tokens),
+        ] {
+            self.prompt_tokens.get_or_create(&PhaseLabel { phase: phase.to_owned() }).inc_by(tokens.into());
+        }
+        self.kv_bytes.inc_by(stats.sent_bytes);
+        self.exposed_transfer.inc_by(stats.exposed_transfer_seconds.max(0.0));
+    }
+
+    pub(crate) fn call(&self, call: &str, error: Option<&ClientError>) {
+        let outcome = match error {
+            None => "ok".to_owned(),
+            Some(ClientError::Unreachable { .. }) => "unreachable".to_owned(),
+            Some(ClientError::Lost { .. }) => "lost".to_owned(),
+            Some(ClientError::Timeout { .. }) => "timeout".to_owned(),
+            Some(ClientError::Refused { error, .. }) => error.status.to_string(),
+            Some(_) => "malformed".to_owned(),
+        };
+        self.calls.get_or_create(&CallLabels { call: call.to_owned(), outcome }).inc();
+    }
+
+    pub(crate) fn retry(&self, reason: &str) {
+        self.retries.get_or_create(&ReasonLabel { reason: reason.to_owned() }).inc();
+    }
+
+    /// Renders everything in OpenMetrics text.
+    #[must_use]
+    pub fn render(&self, cluster: &Cluster) -> String {
+        for engine in cluster.engines() {
+            let label = EngineLabel { engine: engine.name().to_owned() };
+            let ready = i64::from(engine.health() == Health::Ready);
+            self.engine_ready.get_or_create(&label).set(ready);
+            self.engine_in_flight.get_or_create(&label).set(engine.in_flight().into());
+        }
+        let mut text = String::new();
+        if encode(&mut text, &self.registry).is_err() {
+            let _ = writeln!(text, "# a metric could not be encoded");
+        }
+        text
+    }
+}
+
+fn label(pattern: &str) -> PatternLabel {
+    PatternLabel { pattern: pattern.to_owned() }
+}
+
+/// One request in the gauge and the counters: whatever way it ends, it is counted once.
+#[derive(Debug)]
+pub(crate) struct RequestRecord {
+    metrics: Arc<Metrics>,
+    pattern: String,
+    /// What a client that goes away is counted as.
+    status: u16,
+}
+
+impl RequestRecord {
+    pub(crate) fn new(metrics: Arc<Metrics>, pattern: &str) -> Self {
+        metrics.in_flight.inc();
+        Self { metrics, pattern: pattern.to_owned(), status: 499 }
+    }
+
+    pub(crate) fn set_status(&mut self, status: u16) {
+        self.status = status;
+    }
+}
+
+impl Drop for RequestRecord {
+    fn drop(&mut self) {
+        self.metrics.in_flight.dec();
+        self.metrics.request(&self.pattern, self.status);
+    }
+}

@@ -1,0 +1,114 @@
+//! Choosing engines.
+
+use std::str::FromStr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use microserving_protocol::page_hashes;
+use tokio::time::Instant;
+
+use crate::{Engine, PrefixIndex, Request};
+
+/// What one running sequence costs a new request, in prompt tokens: it takes part in every step that the prompt waits for.
+const TOKENS_PER_SEQUENCE: u64 = 32;
+
+/// How engines are chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PlacementPolicy {
+    /// Each in turn.
+    RoundRobin,
+    /// The one with the fewest requests in flight, in turn among equals.
+    LeastLoaded,
+    /// The one where this prompt's first token is nearest: fewest tokens to compute, its own uncached ones and those queued there.
+    #[default]
+    Prefix,
+}
+
+impl FromStr for PlacementPolicy {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "round-robin" => Ok(Self::RoundRobin),
+            "least-loaded" => Ok(Self::LeastLoaded),
+            "prefix" => Ok(Self::Prefix),
+            _ => Err(format!("{text:?} is no placement, must be round-robin, least-loaded or prefix")),
+        }
+    }
+}
+
+/// Chooses engines by load and by the prefixes they probably hold.
+#[derive(Debug, Default)]
+pub struct Placement {
+    policy: PlacementPolicy,
+    turn: AtomicUsize,
+    index: Mutex<PrefixIndex>,
+}
+
+/// An engine that was chosen.
+#[derive(Clone, Debug)]
+pub(crate) struct Choice {
+    pub(crate) engine: Arc<Engine>,
+    /// Tokens of the prompt that it probably holds.
+    pub(crate) hinted: u32,
+}
+
+impl Placement {
+    /// Makes a placement that knows no prefixes yet.
+    #[must_use]
+    pub fn new(policy: PlacementPolicy) -> Self {
+        Self { policy, ..Self::default() }
+    }
+
+    /// Chooses one of `candidates` to hold the first `end` tokens of a request; nothing if there is none.
+    pub(crate) fn choose(&self, candidates: &[Arc<Engine>], request: &Request, end: u32) -> Option<Choice> {
+        if candidates.is_empty() {
+            return None;
+        }
+        let hints = self.hints(candidates, request, end);
+        // Starting each search one further makes equals take turns.
+        let start = self.turn.fetch_add(1, Ordering::Relaxed);
+        let turns = (0..candidates.len()).map(|i| (start + i) % candidates.len());
+        let chosen = match self.policy {
+            PlacementPolicy::RoundRobin => start % candidates.len(),
+            PlacementPolicy::LeastLoaded => turns.min_by_key(|&i| candidates[i].load().requests)?,
+            PlacementPolicy::Prefix => turns.min_by_key(|&i| {
+                let load = candidates[i].load();
+                let uncached = u64::from(end.saturating_sub(hints[i]));
+                uncached + load.queued_tokens + TOKENS_PER_SEQUENCE * u64::from(load.requests)
+            })?,
+        };
+        Some(Choice { engine: candidates[chosen].clone(), hinted: hints[chosen] })
+    }
+
+    /// Notes that an engine holds the first `end` tokens of a request now.
+    pub(crate) fn note(&self, engine: &Engine, request: &Request, end: u32) {
+        let Some(page_size) = engine.page_size() else { return };
+        let end = (end as usize).min(request.tokens().len());
+        let chain = page_hashes(request.cache_salt(), &request.tokens()[..end], page_size);
+        self.index().insert(Instant::now(), engine.number(), &chain);
+    }
+
+    /// Drops what is believed of an engine's cache.
+    pub(crate) fn forget(&self, engine: u32) {
+        self.index().forget(engine);
+    }
+
+    fn hints(&self, candidates: &[Arc<Engine>], request: &Request, end: u32) -> Vec<u32> {
+        let Some(page_size) = candidates.iter().find_map(|engine| engine.page_size()) else {
+            return vec![0; candidates.len()];
+        };
+        let end = (end as usize).min(request.tokens().len());
+        let chain = page_hashes(request.cache_salt(), &request.tokens()[..end], page_size);
+        let numbers: Vec<u32> = candidates.iter().map(|engine| engine.number()).collect();
+        let pages = self.index().matched_pages(Instant::now(), &numbers, &chain);
+        pages
+            .into_iter()
+            .map(|pages| u32::try_from(pages).unwrap_or(u32::MAX).saturating_mul(page_size))
+            .collect()
+    }
+
+    fn index(&self) -> std::sync::MutexGuard<'_, PrefixIndex> {
+        self.index.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

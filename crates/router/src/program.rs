@@ -1,0 +1,57 @@
+//! What an orchestration pattern is.
+
+use std::fmt;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use async_trait::async_trait;
+use futures::Stream;
+use microserving_protocol::CompletionResponse;
+
+use crate::{Ctx, Error, Request};
+
+/// An orchestration pattern: how one request is served by calls to engines.
+///
+/// Programs keep no state of a request outside `serve` and the stream it returns, so any number of requests run at once, each under the
+/// program it began with.
+#[async_trait]
+pub trait Program: Send + Sync + fmt::Debug {
+    /// Returns the name that configuration and headers know it by.
+    fn name(&self) -> &str;
+
+    /// Serves a request up to the beginning of its stream.
+    ///
+    /// It may be called again for the same request, with a context of a higher attempt, until a first chunk has come. Dropping
+    /// the future at any await, or the stream, gives everything back: that is what [`crate::Seat`]s are for.
+    ///
+    /// # Errors
+    /// Whatever the calls return; the caller decides whether to try again.
+    async fn serve(&self, ctx: &Ctx, request: &Request) -> Result<TokenStream, Error>;
+}
+
+/// The chunks of one answer, usage last. Dropping it cancels the generation.
+pub struct TokenStream {
+    chunks: Pin<Box<dyn Stream<Item = Result<CompletionResponse, Error>> + Send>>,
+}
+
+impl TokenStream {
+    /// Wraps a stream of chunks.
+    #[must_use]
+    pub fn new(chunks: impl Stream<Item = Result<CompletionResponse, Error>> + Send + 'static) -> Self {
+        Self { chunks: Box::pin(chunks) }
+    }
+}
+
+impl fmt::Debug for TokenStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("TokenStream(..)")
+    }
+}
+
+impl Stream for TokenStream {
+    type Item = Result<CompletionResponse, Error>;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.chunks.as_mut().poll_next(cx)
+    }
+}

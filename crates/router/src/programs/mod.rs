@@ -1,0 +1,9 @@
+//! The patterns that come with the crate, one file each.
+
+mod balanced;
+mod data_parallel;
+mod prefill_decode;
+
+pub use balanced::Balanced;
+pub use data_parallel::DataParallel;
+pub use prefill_decode::PrefillDecode;

@@ -1,0 +1,216 @@
+//! A request's place on one engine.
+
+use std::sync::Arc;
+
+use microserving_client::ClientError;
+use microserving_protocol::{
+    AbortRequest, CommitRequest, PrepRecvRequest, RemoteSendRequest, RemoteSendResponse, StartGenerateRequest,
+};
+use tracing::debug;
+
+use crate::abort::Abort;
+use crate::engine::InFlight;
+use crate::stream::Generating;
+use crate::{Ctx, Engine, Error, Request, TokenStream};
+
+/// A request's place on one engine: counts as load there, and gives up what it began when it is dropped.
+///
+/// The calls have the names and the arguments of the paper's figures. Cancel safety: a call that is dropped, or fails without a word from
+/// the engine, may have had its effect there; the seat then sends `abort` when it is dropped.
+#[derive(Debug)]
+pub struct Seat {
+    ctx: Ctx,
+    in_flight: InFlight,
+    /// The sequence to abort: set before a call that leaves something behind, cleared when that is over.
+    begun: Option<AbortRequest>,
+}
+
+/// A reservation on the receiving engine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Prepared {
+    /// Tokens that the engine holds already; nothing of `[0, matched)` need be sent.
+    pub matched: u32,
+    /// The address, opaque to routers.
+    pub kv_addr_info: String,
+    /// The receiver's PE under PGAS transports.
+    pub recv_rank: i64,
+}
+
+impl Seat {
+    pub(crate) const fn new(ctx: Ctx, in_flight: InFlight) -> Self {
+        Self { ctx, in_flight, begun: None }
+    }
+
+    /// Returns the engine.
+    #[must_use]
+    pub fn engine(&self) -> &Arc<Engine> {
+        self.in_flight.engine()
+    }
+
+    /// Asks the engine to match `prompt[..end]` in its context cache and to reserve pages for the rest of it.
+    ///
+    /// # Errors
+    /// [`Error::Call`]; with 503 if the engine has no room.
+    pub async fn prep_recv(&mut self, request: &Request, end: u32) -> Result<Prepared, Error> {
+        self.prepare(request, end, false).await
+    }
+
+    /// As [`Seat::prep_recv`], for a transfer that ends in [`Seat::commit`]: `end` may be the prompt's length.
+    ///
+    /// # Errors
+    /// As [`Seat::prep_recv`].
+    pub async fn prep_recv_to_commit(&mut self, request: &Request, end: u32) -> Result<Prepared, Error> {
+        self.prepare(request, end, true).await
+    }
+
+    async fn prepare(&mut self, request: &Request, end: u32, commit: bool) -> Result<Prepared, Error> {
+        let body = PrepRecvRequest {
+            completion: request.bare_body(),
+            call: self.ctx.options(request),
+            end: end.into(),
+            commit,
+            reserve_tokens: 0,
+        };
+        self.begin(request);
+        let answer = self.engine().clone().calls().prep_recv(&self.ctx.call, &body).await;
+        let answer = self.judge("prep_recv", answer)?;
+        if answer.prefix_matched_length > end {
+            let reason = format!("prefix_matched_length is {}, end is {end}", answer.prefix_matched_length);
+            let engine = self.engine().name().to_owned();
+            return self.judge("prep_recv", Err(ClientError::Malformed { engine, reason }));
+        }
+        // Until the rest arrives, what this engine has to compute itself is what lies behind the transfer.
+        self.in_flight.set_tokens(request.len().saturating_sub(end));
+        self.ctx.stats.matched(answer.prefix_matched_length);
+        Ok(Prepared {
+            matched: answer.prefix_matched_length,
+            kv_addr_info: answer.kv_addr_info,
+            recv_rank: self.engine().recv_rank(),
+        })
+    }
+
+    /// Asks the engine to compute the KV of `prompt[begin..end]`, as far as it lacks it, and to deliver it to `receiver`. Returns when
+    /// the receiver can read all of it.
+    ///
+    /// # Errors
+    /// [`Error::Call`].
+    pub async fn remote_send(
+        &mut self,
+        request: &Request,
+        receiver: &Prepared,
+        begin: u32,
+        end: u32,
+    ) -> Result<RemoteSendResponse, Error> {
+        let body = RemoteSendRequest {
+            completion: request.bare_body(),
+            call: self.ctx.options(request),
+            begin: begin.into(),
+            end: end.into(),
+            kv_addr_info: receiver.kv_addr_info.clone(),
+            recv_rank: receiver.recv_rank,
+        };
+        self.begin(request);
+        let answer = self.engine().clone().calls().remote_send(&self.ctx.call, &body).await;
+        let answer = self.judge("remote_send", answer)?;
+        self.end();
+        self.in_flight.set_tokens(0);
+        self.ctx.shared.placement.note(self.engine(), request, end);
+        self.ctx.stats.sent(self.engine().name(), &answer);
+        Ok(answer)
+    }
+
+    /// Asks the engine to prefill `prompt[begin..]` and to decode. The seat goes with the stream.
+    ///
+    /// # Errors
+    /// [`Error::Call`]; with 503 if the engine has no room.
+    pub async fn start_generate(mut self, request: &Request, begin: u32) -> Result<TokenStream, Error> {
+        let body = StartGenerateRequest {
+            completion: request.body(),
+            call: self.ctx.options(request),
+            begin: begin.into(),
+            generated_from: None,
+            resume_from: None,
+        };
+        self.begin(request);
+        self.ctx.stats.decode_engine(self.engine().name());
+        let chunks = self.engine().clone().calls().start_generate(&self.ctx.call, &body).await;
+        let chunks = self.judge("start_generate", chunks)?;
+        self.ctx.shared.placement.note(self.engine(), request, request.len());
+        Ok(TokenStream::new(Generating::new(chunks, self)))
+    }
+
+    /// Asks the engine to keep what it received in its context cache: the end of a context migration.
+    ///
+    /// # Errors
+    /// [`Error::Call`].
+    pub async fn commit(mut self, request: &Request) -> Result<u32, Error> {
+        let mut body = CommitRequest::new(request.seq_id().clone());
+        body.attempt = self.begun.as_ref().and_then(|begun| begun.attempt);
+        let answer = self.engine().clone().calls().commit(&self.ctx.call, &body).await;
+        let answer = self.judge("commit", answer)?;
+        self.end();
+        self.ctx.shared.placement.note(self.engine(), request, answer.committed_tokens);
+        Ok(answer.committed_tokens)
+    }
+
+    /// Notes what an answer says about the engine.
+    pub(crate) fn judge<T>(
+        &mut self,
+        call: &'static str,
+        answer: Result<T, ClientError>,
+    ) -> Result<T, Error> {
+        self.ctx.shared.metrics.call(call, answer.as_ref().err());
+        let source = match answer {
+            Ok(answer) => return Ok(answer),
+            Err(source) => source,
+        };
+        debug!(call, error = %source, "call failed");
+        if source.means_down() {
+            self.engine().note_failure();
+        }
+        if let ClientError::Refused { error, .. } = &source
+            && error.status != 504
+        {
+            // The engine answered, so it knows: nothing was begun by this call, and what an earlier one began is over or on a lease.
+            if call != "start_generate" && call != "commit" {
+                self.end();
+            }
+        }
+        let error = Error::Call { call, source };
+        if error.is_worth_another_attempt() {
+            self.ctx.note_failed(self.engine());
+        }
+        Err(error)
+    }
+
+    /// From here on the engine may hold something for this request.
+    fn begin(&mut self, request: &Request) {
+        self.begun = Some(AbortRequest { seq_id: request.seq_id().clone(), attempt: Some(self.ctx.attempt) });
+    }
+
+    /// The engine holds nothing any more.
+    pub(crate) fn end(&mut self) {
+        self.begun = None;
+    }
+
+    /// The prompt is computed.
+    pub(crate) fn note_first_token(&mut self) {
+        self.in_flight.set_tokens(0);
+    }
+
+    pub(crate) fn note_failed(&self) {
+        self.ctx.note_failed(self.engine());
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        if let Some(request) = self.begun.take() {
+            self.ctx.shared.aborts.push(Abort {
+                engine: self.engine().clone(),
+                request,
+                request_id: self.ctx.call.request_id.clone(),
+            });
+        }
+    }
+}

@@ -1,0 +1,187 @@
+//! The router as one value: engines, programs, metrics, and the tasks that keep them current.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use microserving_client::CallContext;
+use microserving_protocol::{ApiError, ModelCard};
+use tokio::sync::{Semaphore, mpsc};
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use crate::abort::{Abort, AbortQueue, send_aborts};
+use crate::ctx::Shared;
+use crate::prompt::Codecs;
+use crate::watch::watch;
+use crate::{
+    BadPattern, Cluster, EngineSpec, Error, Metrics, Pattern, Patterns, Placement, PlacementPolicy, Program,
+    PromptCodec, Randomness,
+};
+
+/// How a router works.
+#[derive(Debug)]
+pub struct RouterConfig {
+    /// The engines.
+    pub engines: Vec<EngineSpec>,
+    /// The pattern of requests that name none.
+    pub pattern: Pattern,
+    /// Patterns beside the crate's own; one of the same name replaces it.
+    pub programs: Vec<Arc<dyn Program>>,
+    /// How engines are chosen.
+    pub placement: PlacementPolicy,
+    /// How long a request may take, all calls together.
+    pub request_timeout: Duration,
+    /// Requests served at once; more are answered 429.
+    pub max_in_flight: usize,
+    /// The tokenizer of all models; without one, each model's own is fetched from an engine.
+    pub codec: Option<Arc<dyn PromptCodec>>,
+    /// Where names and seeds come from.
+    pub randomness: Randomness,
+}
+
+impl RouterConfig {
+    /// Routes to `engines`, data parallel, everything else at its default.
+    #[must_use]
+    pub fn new(engines: Vec<EngineSpec>) -> Self {
+        Self {
+            engines,
+            pattern: Pattern { name: "data_parallel".into(), ratio: None },
+            programs: Vec::new(),
+            placement: PlacementPolicy::default(),
+            request_timeout: Duration::from_secs(600),
+            max_in_flight: 4096,
+            codec: None,
+            randomness: Randomness::system(),
+        }
+    }
+}
+
+/// A router.
+#[derive(Debug)]
+pub struct RouterService {
+    pub(crate) shared: Shared,
+    pub(crate) patterns: Patterns,
+    pub(crate) codecs: Codecs,
+    pub(crate) randomness: Randomness,
+    pub(crate) slots: Arc<Semaphore>,
+    pub(crate) request_timeout: Duration,
+}
+
+/// The tasks of a router: one watcher an engine, and the one that sends aborts. Dropping it stops them at once.
+#[derive(Debug)]
+pub struct RouterTasks {
+    stop: CancellationToken,
+    tasks: JoinSet<()>,
+}
+
+impl RouterTasks {
+    /// Stops watching, sends the aborts that are still queued, and waits for it.
+    pub async fn stop(mut self) {
+        self.stop.cancel();
+        while self.tasks.join_next().await.is_some() {}
+    }
+}
+
+impl RouterService {
+    /// Makes a router and starts its tasks; must be called on a tokio runtime.
+    ///
+    /// # Errors
+    /// If the configured pattern does not exist.
+    pub fn start(config: RouterConfig) -> Result<(Arc<Self>, RouterTasks), BadPattern> {
+        let patterns = Patterns::new(&config.pattern, config.programs)?;
+        let metrics = Arc::new(Metrics::new());
+        let (aborts, queue) = AbortQueue::new(metrics.clone());
+        let shared = Shared {
+            cluster: Arc::new(Cluster::new(config.engines)),
+            placement: Arc::new(Placement::new(config.placement)),
+            metrics,
+            aborts,
+        };
+        let tasks = start_tasks(&shared, queue);
+        let service = Self {
+            shared,
+            patterns,
+            codecs: Codecs::new(config.codec),
+            randomness: config.randomness,
+            slots: Arc::new(Semaphore::new(config.max_in_flight.min(Semaphore::MAX_PERMITS))),
+            request_timeout: config.request_timeout,
+        };
+        Ok((Arc::new(service), tasks))
+    }
+
+    /// Returns the engines.
+    #[must_use]
+    pub fn cluster(&self) -> &Cluster {
+        &self.shared.cluster
+    }
+
+    /// Returns the patterns.
+    #[must_use]
+    pub const fn patterns(&self) -> &Patterns {
+        &self.patterns
+    }
+
+    /// Returns the metrics.
+    #[must_use]
+    pub fn metrics(&self) -> &Metrics {
+        &self.shared.metrics
+    }
+
+    /// Waits until at least `num_engines` engines are ready, and the tokenizers of their models are here.
+    ///
+    /// # Errors
+    /// If the time runs out, with the number of engines ready by then or what kept the tokenizers away.
+    pub async fn wait_ready(&self, num_engines: usize, timeout: Duration) -> Result<(), Error> {
+        let cx = CallContext::within(timeout);
+        let ready = async {
+            loop {
+                let ready =
+                    self.cluster().engines().iter().filter(|e| e.health() == crate::Health::Ready).count();
+                if ready >= num_engines {
+                    return;
+                }
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        if tokio::time::timeout(timeout, ready).await.is_err() {
+            return Err(Error::NoEngine { job: "begin" });
+        }
+        for model in self.cluster().models() {
+            self.codecs.get(self.cluster(), &cx, &model.id).await?;
+        }
+        Ok(())
+    }
+
+    /// Returns the model that a request means.
+    ///
+    /// # Errors
+    /// 404 if there is no such model, 503 if no engine is ready.
+    pub(crate) fn model(&self, asked: Option<&str>) -> Result<ModelCard, ApiError> {
+        let mut models = self.cluster().models();
+        if models.is_empty() {
+            return Err(Error::NoEngine { job: "answer" }.to_api_error());
+        }
+        match asked {
+            None => Ok(models.swap_remove(0)),
+            Some(name) => {
+                let found = models.into_iter().find(|card| card.id == name);
+                found.ok_or_else(|| ApiError::model_not_found(name))
+            }
+        }
+    }
+}
+
+fn start_tasks(shared: &Shared, queue: mpsc::Receiver<Abort>) -> RouterTasks {
+    let stop = CancellationToken::new();
+    let mut tasks = JoinSet::new();
+    for engine in shared.cluster.engines() {
+        tasks.spawn(watch(engine, shared.placement.clone(), stop.clone()));
+    }
+    tasks.spawn(send_aborts(queue, stop.clone()));
+    RouterTasks { stop, tasks }
+}
+
+/// Returns the seconds since 1970.
+pub(crate) fn now_unix_seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}

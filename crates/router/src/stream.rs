@@ -1,0 +1,74 @@
+//! A generation, with the seat it runs on.
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use futures::Stream;
+use microserving_client::ChunkStream;
+use microserving_protocol::{CompletionResponse, FinishReason};
+
+use crate::{Error, Seat};
+
+/// The chunks of an engine. Holds the seat until the answer is complete.
+pub(crate) struct Generating {
+    chunks: ChunkStream,
+    /// Gone once the stream has ended.
+    seat: Option<Seat>,
+    begun: bool,
+    finished: bool,
+}
+
+impl Generating {
+    pub(crate) const fn new(chunks: ChunkStream, seat: Seat) -> Self {
+        Self { chunks, seat: Some(seat), begun: false, finished: false }
+    }
+
+    fn take(&mut self, chunk: CompletionResponse) -> Result<CompletionResponse, Error> {
+        let Some(seat) = &mut self.seat else { return Ok(chunk) };
+        if chunk.choices.iter().any(|choice| choice.finish_reason == Some(FinishReason::Preempt)) {
+            seat.note_failed();
+            return Err(Error::Preempted { engine: seat.engine().name().to_owned() });
+        }
+        if !self.begun {
+            self.begun = true;
+            seat.note_first_token();
+        }
+        self.finished |= chunk.choices.iter().any(|choice| choice.finish_reason.is_some());
+        Ok(chunk)
+    }
+}
+
+impl Stream for Generating {
+    type Item = Result<CompletionResponse, Error>;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        if self.seat.is_none() {
+            return Poll::Ready(None);
+        }
+        let item = match self.chunks.as_mut().poll_next(cx) {
+            Poll::Pending => return Poll::Pending,
+            Poll::Ready(item) => item,
+        };
+        let item = match item {
+            Some(Ok(chunk)) => self.take(chunk),
+            Some(Err(error)) => match &mut self.seat {
+                Some(seat) => seat.judge("start_generate", Err(error)),
+                None => return Poll::Ready(None),
+            },
+            None => {
+                let Some(mut seat) = self.seat.take() else { return Poll::Ready(None) };
+                if self.finished {
+                    seat.end();
+                    return Poll::Ready(None);
+                }
+                seat.note_failed();
+                Err(Error::Incomplete { engine: seat.engine().name().to_owned() })
+            }
+        };
+        if item.is_err() {
+            // Drops the seat, which sends the abort.
+            self.seat = None;
+        }
+        Poll::Ready(Some(item))
+    }
+}

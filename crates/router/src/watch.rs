@@ -1,0 +1,88 @@
+//! Watching engines: a look every quarter of a second, and at once after a call failed.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use microserving_client::{CallContext, ClientError};
+use tokio::time::{Instant, timeout};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::placement::Placement;
+use crate::{Engine, Health};
+
+/// Between two looks at an engine.
+const INTERVAL: Duration = Duration::from_millis(250);
+/// An engine that says nothing for so long gets no requests.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// Between two reports of its load.
+const REPORTS: Duration = Duration::from_millis(500);
+
+/// Watches one engine until told to stop.
+pub(crate) async fn watch(engine: Arc<Engine>, placement: Arc<Placement>, stop: CancellationToken) {
+    let mut last_report: Option<Instant> = None;
+    loop {
+        let look = look(&engine, &placement, &mut last_report);
+        tokio::select! {
+            () = stop.cancelled() => return,
+            () = look => {}
+        }
+        tokio::select! {
+            () = stop.cancelled() => return,
+            () = engine.look.notified() => {}
+            _ = timeout(INTERVAL, std::future::pending::<()>()) => {}
+        }
+    }
+}
+
+async fn look(engine: &Engine, placement: &Placement, last_report: &mut Option<Instant>) {
+    let cx = CallContext::within(PATIENCE);
+    let health = match engine.calls().ready(&cx).await {
+        Ok(()) => Health::Ready,
+        Err(ClientError::Refused { .. } | ClientError::Timeout { .. }) => Health::NotReady,
+        Err(_) => Health::Down,
+    };
+    if health == Health::Ready {
+        let due = last_report.is_none_or(|at| at.elapsed() >= REPORTS);
+        if (due || engine.health() != Health::Ready) && report(engine, placement, &cx).await {
+            *last_report = Some(Instant::now());
+        }
+        if engine.models().is_empty() {
+            // Without its models nobody can know what to send there.
+            engine.set_health(Health::NotReady);
+            return;
+        }
+    }
+    if engine.set_health(health) {
+        match health {
+            Health::Ready => info!(engine = engine.name(), role = engine.role().name(), "engine is ready"),
+            Health::NotReady => warn!(engine = engine.name(), "engine is not ready"),
+            Health::Down => warn!(engine = engine.name(), "engine is down"),
+        }
+    }
+}
+
+/// Fetches what the engine tells of itself; says whether it did.
+async fn report(engine: &Engine, placement: &Placement, cx: &CallContext) -> bool {
+    if engine.health() != Health::Ready || engine.models().is_empty() {
+        match engine.calls().models(cx).await {
+            Ok(models) => engine.set_models(models.data),
+            Err(error) => {
+                warn!(engine = engine.name(), %error, "engine does not tell its models");
+                return false;
+            }
+        }
+    }
+    match engine.calls().state(cx).await {
+        Ok(state) => {
+            if engine.set_state(state) {
+                info!(engine = engine.name(), "engine was restarted");
+                placement.forget(engine.number());
+            }
+            true
+        }
+        // An engine of another make has no state to report; our own count of its load must do.
+        Err(ClientError::Refused { error, .. }) if error.status == 404 => true,
+        Err(_) => false,
+    }
+}
