@@ -185,8 +185,8 @@ impl Engine {
             let Some(seq_id) = self.sequences.get(&slot).map(|s| s.key.seq_id.clone()) else { return };
             self.counters.aborted += 1;
             self.fail(slot, &EngineError::Aborted { seq_id: seq_id.clone() });
-            // Not a tombstone: the same call may come again after a lost connection.
-            self.calls.forget(&seq_id);
+            // The record stays, and stays open: the same call may come again after a lost connection, while a late echo of a
+            // lower attempt, or of one that was aborted, is refused as before.
         }
     }
 
