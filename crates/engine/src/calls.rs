@@ -129,7 +129,7 @@ impl Calls {
             max_tombstones,
             logged_tokens: 0,
             max_logged_tokens,
-            rules: Rules::default(),
+            rules: Rules::RIGHT,
         }
     }
 
@@ -213,15 +213,6 @@ impl Calls {
         }
         record.over_since = Some(now);
         self.over.push_back((now, seq_id.clone()));
-    }
-
-    /// Forgets a record without life at once: nothing came of it, and the same call may be tried again.
-    pub(crate) fn forget(&mut self, seq_id: &SeqId) {
-        if self.records.get(seq_id).is_some_and(|record| !record.is_live())
-            && let Some(record) = self.records.remove(seq_id)
-        {
-            self.logged_tokens -= record.logged_tokens;
-        }
     }
 
     /// Drops tombstones that are too old or too many; returns the generations whose logs go with them.

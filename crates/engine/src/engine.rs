@@ -157,7 +157,7 @@ impl Engine {
             draining: false,
             drains: Vec::new(),
             history: EventHistory::new(config.kv_event_log),
-            rules: Rules::default(),
+            rules: Rules::RIGHT,
             config,
             entropy,
         })

@@ -27,11 +27,14 @@ pub enum Mutant {
 
 /// Which wrong rule an engine follows: none.
 #[cfg(not(feature = "mutants"))]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Rules;
 
 #[cfg(not(feature = "mutants"))]
 impl Rules {
+    /// The right rules.
+    pub(crate) const RIGHT: Self = Self;
+
     /// Says whether `mutant` is to be followed.
     #[allow(clippy::unused_self, reason = "the other build asks a field")]
     pub(crate) const fn break_by(self, _: Mutant) -> bool {
@@ -41,13 +44,16 @@ impl Rules {
 
 /// Which wrong rule an engine follows.
 #[cfg(feature = "mutants")]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Rules {
     pub(crate) mutant: Option<Mutant>,
 }
 
 #[cfg(feature = "mutants")]
 impl Rules {
+    /// The right rules.
+    pub(crate) const RIGHT: Self = Self { mutant: None };
+
     /// Says whether `mutant` is to be followed.
     pub(crate) fn break_by(self, mutant: Mutant) -> bool {
         self.mutant == Some(mutant)

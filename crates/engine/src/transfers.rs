@@ -30,7 +30,7 @@ impl Engine {
                 }
                 TransportEvent::Closed { channel, refusal } => self.closed(channel, refusal),
                 TransportEvent::Complete { generation } => {
-                    self.grant_event(generation, lifecycle::Event::Complete)
+                    self.grant_event(generation, lifecycle::Event::Complete);
                 }
                 TransportEvent::Lost { generation, range, corrupt } => {
                     tracing::warn!(%generation, %range, corrupt, "a transfer was lost");

@@ -7,8 +7,11 @@ mod idempotency;
 mod leases;
 mod losses;
 mod migration;
+#[cfg(feature = "mutants")]
+mod mutants;
 mod patterns;
 mod preemption;
+mod storm;
 mod support;
 
 /// A file that nobody names is a test that nobody runs.
