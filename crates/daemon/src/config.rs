@@ -60,7 +60,7 @@ pub enum ConfigError {
 /// Reads the options of `T`: defaults < TOML file (`--config FILE`) < environment < command line.
 ///
 /// Every option that has a long flag can stand in the file under the flag's name with underscores. `--config`,
-/// `--print-config` and the hidden `--print-reference` are added here.
+/// `--print-config` and the hidden `--print-options` are added here.
 ///
 /// # Errors
 /// If any layer holds an unknown name or a value of the wrong type.
@@ -74,7 +74,7 @@ pub fn load<T: Parser>(args: impl IntoIterator<Item = OsString>) -> Result<Loade
         Ok(matches) => matches,
         Err(error) => return help_or_error(error),
     };
-    if matches!(first.try_get_one::<bool>(PRINT_REFERENCE), Ok(Some(true))) {
+    if matches!(first.try_get_one::<bool>(PRINT_OPTIONS), Ok(Some(true))) {
         return Ok(Loaded::Print(reference_table(&command)));
     }
     let mut from_file = HashSet::new();
@@ -98,7 +98,7 @@ pub fn load<T: Parser>(args: impl IntoIterator<Item = OsString>) -> Result<Loade
 
 const CONFIG: &str = "config";
 const PRINT_CONFIG: &str = "print_config";
-const PRINT_REFERENCE: &str = "print_reference";
+const PRINT_OPTIONS: &str = "print_options";
 
 fn with_own_arguments(command: Command) -> Command {
     command
@@ -119,8 +119,8 @@ fn with_own_arguments(command: Command) -> Command {
                 .help("Print the effective configuration as TOML, with where each value came from, and exit"),
         )
         .arg(
-            Arg::new(PRINT_REFERENCE)
-                .long("print-reference")
+            Arg::new(PRINT_OPTIONS)
+                .long("print-options")
                 .action(ArgAction::SetTrue)
                 .hide(true)
                 .help("Print the options as a Markdown table and exit"),
@@ -137,7 +137,7 @@ fn help_or_error<T>(error: clap::Error) -> Result<Loaded<T>, ConfigError> {
 
 /// Says whether an argument is an option that a file may set, and returns its key.
 pub(crate) fn key_of(arg: &Arg) -> Option<String> {
-    let own = [CONFIG, PRINT_CONFIG, PRINT_REFERENCE, "help", "version"];
+    let own = [CONFIG, PRINT_CONFIG, PRINT_OPTIONS, "help", "version"];
     let exits = matches!(arg.get_action(), ArgAction::Help | ArgAction::Version);
     if exits || own.contains(&arg.get_id().as_str()) {
         return None;

@@ -1,1 +1,49 @@
-//! Placeholder.
+//! An engine over HTTP: the MicroServing calls and the OpenAI API.
+//!
+//! - [`router`] makes an axum router of an engine's handle, its [`ModelText`], and a [`ServerConfig`].
+//! - The routes are one table, from which `/openapi.json` is made; each call has a file of its own under `calls/` and `openai/`.
+//! - Every answer is made by one pipeline: the engine's tokens become text, text becomes chunks, chunks become events or,
+//!   put together, one body. Streaming changes when a client sees its text, never which text.
+//!
+//! # The status of a stream is decided by its first token
+//!
+//! An engine accepts a generation before it knows whether it will ever run: room may not come, the deadline may pass, the
+//! transfer that it waits for may be lost. A handler that answered 200 at once would have to say all that inside the
+//! stream, where few clients look and where a router can no longer tell "try another engine" from "half an answer". So the
+//! head of a stream goes out with its first token. Nothing is lost by it, for a client has nothing to show before that
+//! token, and every failure before any output has the status and the `Retry-After` that it has without streaming.
+//!
+//! # Example
+//!
+//! ```no_run
+//! # fn engine() -> microserving_engine::EngineHandle { unimplemented!() }
+//! use microserving_server::{ModelText, ServerConfig, router};
+//!
+//! let routes = router(engine(), ModelText::toy(), ServerConfig::new("toy"));
+//! // `routes` is an axum router: serve it from a port, or nest it in a service of your own.
+//! # let _: axum::Router = routes;
+//! ```
+
+#![forbid(unsafe_code)]
+
+mod answer;
+mod app;
+mod body;
+mod calls;
+mod constraint;
+mod deliver;
+mod errors;
+mod generate;
+mod metrics;
+mod openai;
+mod openapi;
+mod prompt;
+mod random;
+mod routes;
+mod scrape;
+mod sse;
+mod text;
+mod tracking;
+
+pub use app::{ServerConfig, router};
+pub use text::ModelText;

@@ -180,7 +180,7 @@ fn the_environment_lies_between_file_and_flags() {
 
 #[test]
 fn the_reference_lists_every_option() {
-    let table = printed(&["--print-reference"]);
+    let table = printed(&["--print-options"]);
     for word in [
         "--page-size",
         "`MICROSERVING_TEST_PAGE_SIZE`",
@@ -191,5 +191,5 @@ fn the_reference_lists_every_option() {
     ] {
         assert!(table.contains(word), "{word}: {table}");
     }
-    assert!(!table.contains("print-reference"));
+    assert!(!table.contains("print-options"));
 }

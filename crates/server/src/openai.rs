@@ -1,0 +1,7 @@
+//! The OpenAI API.
+
+pub(crate) mod chat;
+pub(crate) mod completions;
+pub(crate) mod models;
+pub(crate) mod timeout;
+pub(crate) mod tokenize;

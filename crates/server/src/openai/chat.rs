@@ -1,0 +1,46 @@
+//! `POST /v1/chat/completions`.
+
+use std::sync::Arc;
+
+use axum::Extension;
+use axum::extract::State;
+use axum::response::Response;
+use http::HeaderMap;
+use microserving_protocol::ChatCompletionRequest;
+
+use super::timeout::timeout_of;
+use crate::app::App;
+use crate::body::WholeBody;
+use crate::deliver::{Delivery, deliver};
+use crate::errors::Failure;
+use crate::generate::{Generation, generate, parameters, wants_stats};
+use crate::prompt;
+use crate::tracking::Arrival;
+
+/// Answers the last message of a conversation.
+pub(crate) async fn chat_completions(
+    State(app): State<Arc<App>>,
+    Extension(arrival): Extension<Arrival>,
+    headers: HeaderMap,
+    body: WholeBody,
+) -> Result<Response, Failure> {
+    let (request, timeout) =
+        body.parse(|body| Ok((ChatCompletionRequest::from_json(body)?, timeout_of(body)?))).await?;
+    let params = parameters(&app, &request.rest, None)?;
+    let prompt = prompt::chat_tokens(&app, request.messages).await?;
+    let generated_from = prompt::len(&prompt)?;
+    let delivery = Delivery { stream: params.stream, include_usage: params.include_usage, chat: true };
+    let generation = Generation {
+        id: format!("cmpl-{}", crate::random::hex_id()),
+        key: None,
+        prompt,
+        prompt_text: None,
+        begin: 0,
+        generated_from,
+        resume_from: None,
+        timeout,
+        stats: wants_stats(&headers),
+    };
+    let answer = generate(&app, generation, params, arrival).await?;
+    Ok(deliver(answer, delivery).await?)
+}

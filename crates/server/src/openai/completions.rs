@@ -1,0 +1,47 @@
+//! `POST /v1/completions`.
+
+use std::sync::Arc;
+
+use axum::Extension;
+use axum::extract::State;
+use axum::response::Response;
+use http::HeaderMap;
+use microserving_protocol::CompletionRequest;
+
+use super::timeout::timeout_of;
+use crate::app::App;
+use crate::body::WholeBody;
+use crate::deliver::{Delivery, deliver};
+use crate::errors::Failure;
+use crate::generate::{Generation, generate, parameters, wants_stats};
+use crate::prompt;
+use crate::tracking::Arrival;
+
+/// Continues a prompt.
+pub(crate) async fn completions(
+    State(app): State<Arc<App>>,
+    Extension(arrival): Extension<Arrival>,
+    headers: HeaderMap,
+    body: WholeBody,
+) -> Result<Response, Failure> {
+    let (request, timeout) =
+        body.parse(|body| Ok((CompletionRequest::from_json(body)?, timeout_of(body)?))).await?;
+    let params = parameters(&app, &request, None)?;
+    let prompt_text = prompt::text_of(&request.prompt);
+    let prompt = prompt::tokens(&app, request.prompt).await?;
+    let generated_from = prompt::len(&prompt)?;
+    let delivery = Delivery { stream: params.stream, include_usage: params.include_usage, chat: false };
+    let generation = Generation {
+        id: format!("cmpl-{}", crate::random::hex_id()),
+        key: None,
+        prompt,
+        prompt_text,
+        begin: 0,
+        generated_from,
+        resume_from: None,
+        timeout,
+        stats: wants_stats(&headers),
+    };
+    let answer = generate(&app, generation, params, arrival).await?;
+    Ok(deliver(answer, delivery).await?)
+}
