@@ -16,8 +16,8 @@ mod hf_dir;
 /// The version of the document; a reader refuses others.
 const VERSION: u32 = 1;
 
-/// Names of control tokens that end a turn or a document, whatever the file calls its end-of-sequence token: what a model says after one of them is no longer
-/// its answer.
+/// Names of control tokens that end a turn or a document, whatever the file calls its end-of-sequence token:
+/// what a model says after one of them is no longer its answer.
 const END_NAMES: [&str; 9] = [
     "<|im_end|>",
     "<|eot_id|>",
@@ -33,7 +33,8 @@ const END_NAMES: [&str; 9] = [
 /// The conversation format of the toy model.
 const TOY_TEMPLATE: &str = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}";
 
-/// The text side of a model, as data: an engine serves it as JSON, and a router that has nothing but the engine's address tokenizes exactly as the engine does.
+/// The text side of a model, as data: an engine serves it as JSON, and a router that has nothing but the
+/// engine's address tokenizes exactly as the engine does.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TextBundle {
     /// The version of this document: 1.
@@ -87,7 +88,8 @@ pub struct TextModel {
 }
 
 impl TextBundle {
-    /// Loads whatever `path` is: a directory in the Hugging Face layout, a `.gguf` file, a `tokenizer.json` (with its neighbours), or a bundle saved as JSON.
+    /// Loads whatever `path` is: a directory in the Hugging Face layout, a `.gguf` file, a `tokenizer.json`
+    /// (with its neighbours), or a bundle saved as JSON.
     ///
     /// # Errors
     /// If nothing of the kind is there, or it is broken or asks for something unknown.
@@ -113,8 +115,8 @@ impl TextBundle {
         }
     }
 
-    /// Loads `tokenizer.json`, `tokenizer_config.json`, `generation_config.json`, `config.json` and `chat_template.jinja` of a directory; only the first must be
-    /// there.
+    /// Loads `tokenizer.json`, `tokenizer_config.json`, `generation_config.json`, `config.json` and
+    /// `chat_template.jinja` of a directory; only the first must be there.
     ///
     /// # Errors
     /// If one that is there is broken.
@@ -182,7 +184,8 @@ impl TextBundle {
     /// Reads a bundle written by [`to_json`](Self::to_json).
     ///
     /// # Errors
-    /// [`TextError::Malformed`] if it is not one, [`TextError::Unsupported`] if a later version of this program wrote it.
+    /// [`TextError::Malformed`] if it is not one, [`TextError::Unsupported`] if a later version of this
+    /// program wrote it.
     pub fn from_json(json: &str) -> Result<Self, TextError> {
         let bundle: Self =
             serde_json::from_str(json).map_err(|error| TextError::malformed("text bundle", error))?;
@@ -199,7 +202,8 @@ impl TextBundle {
     /// Makes the bundle ready for use.
     ///
     /// # Errors
-    /// If the vocabulary or the template is broken or asks for something unknown, or an end token lies outside the vocabulary.
+    /// If the vocabulary or the template is broken or asks for something unknown, or an end token lies
+    /// outside the vocabulary.
     pub fn build(&self) -> Result<TextModel, TextError> {
         let tokenizer = match &self.tokenizer {
             TokenizerSource::Hf { json } => Tokenizer::from_hf_json(json)?,

@@ -9,9 +9,10 @@ use crate::tokenizer::Tokenizer;
 
 /// Turns a stream of tokens into text, giving out only what later tokens cannot change.
 ///
-/// Whatever the split into calls, the pieces put together equal [`Tokenizer::decode`] of all the tokens: a character whose bytes are spread over
-/// several tokens comes out with its last byte, and a replacement character stands only for bytes that can no longer
-/// become a character. Special tokens and ids outside the vocabulary contribute nothing.
+/// Whatever the split into calls, the pieces put together equal [`Tokenizer::decode`] of all the tokens: a
+/// character whose bytes are spread over several tokens comes out with its last byte, and a replacement
+/// character stands only for bytes that can no longer become a character. Special tokens and ids outside the
+/// vocabulary contribute nothing.
 #[derive(Clone, Debug)]
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
@@ -27,20 +28,22 @@ pub struct Detokenizer {
 pub struct TextPiece {
     /// The characters that became complete.
     pub text: String,
-    /// Where the token's first byte belongs, in characters from the start of the text: `text_offset` of the legacy log-probabilities.
+    /// Where the token's first byte belongs, in characters from the start of the text: `text_offset` of the
+    /// legacy log-probabilities.
     pub offset: usize,
 }
 
 impl Detokenizer {
-    /// Begins a text: the space that SentencePiece vocabularies put in front of a text is taken off, as by a decode of the whole.
+    /// Begins a text: the space that SentencePiece vocabularies put in front of a text is taken off, as by a
+    /// decode of the whole.
     #[must_use]
     pub fn new(tokenizer: Arc<Tokenizer>) -> Self {
         let leading = tokenizer.leading_space();
         Self { tokenizer, pending: Vec::new(), leading, num_chars: 0 }
     }
 
-    /// Continues a text that already has the tokens of `prompt`: a space in front of the first word belongs to the text, so that prompt
-    /// and output put together read as one.
+    /// Continues a text that already has the tokens of `prompt`: a space in front of the first word belongs
+    /// to the text, so that prompt and output put together read as one.
     #[must_use]
     pub fn after(tokenizer: Arc<Tokenizer>, prompt: &[TokenId]) -> Self {
         let mut this = Self::new(tokenizer);
@@ -96,7 +99,8 @@ impl Detokenizer {
 
     fn push_bytes(&mut self, bytes: &[u8]) -> TextPiece {
         let offset = match bytes.first() {
-            // The token's first byte does not continue the waiting character, so a replacement character comes before it.
+            // The token's first byte does not continue the waiting character, so a replacement character
+            // comes before it.
             Some(&first) if !self.pending.is_empty() && !continues(&self.pending, first) => {
                 self.num_chars + 1
             }

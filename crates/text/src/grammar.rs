@@ -25,7 +25,8 @@ const MAX_SCHEMA_DEPTH: usize = 64;
 const MAX_CACHED: usize = 16;
 /// Tokens longer than this stay out of the trie: no grammar needs them.
 const MAX_TOKEN_BYTES: usize = 1 << 10;
-/// Between two symbols of JSON: enough for a deep indentation, but a model that has lost its way cannot fill the context with spaces.
+/// Between two symbols of JSON: enough for a deep indentation, but a model that has lost its way cannot fill
+/// the context with spaces.
 const WHITESPACE: &str = r"[\x20\x0A\x0D\x09]{1,40}";
 
 /// What an answer must look like.
@@ -39,9 +40,10 @@ pub enum GrammarSpec {
 
 /// Compiles grammars for one model.
 ///
-/// The vocabulary is prepared once (a trie of all tokens, with the tokens that any JSON string may contain cut out as slices); a grammar is compiled once and
-/// copied for every sequence that uses it. Work is bounded by the size of the schema, of the grammar made from it and of its lexer; what exceeds the bounds is refused, naming
-/// `response_format`.
+/// The vocabulary is prepared once (a trie of all tokens, with the tokens that any JSON string may contain
+/// cut out as slices); a grammar is compiled once and copied for every sequence that uses it. Work is bounded
+/// by the size of the schema, of the grammar made from it and of its lexer; what exceeds the bounds is
+/// refused, naming `response_format`.
 pub struct GrammarCompiler {
     factory: ParserFactory,
     num_tokens: usize,
@@ -59,7 +61,8 @@ impl GrammarCompiler {
     /// Prepares a vocabulary. `eos` are the tokens that may end an answer.
     ///
     /// # Errors
-    /// [`TextError::Unsupported`] for a model with no such token inside its vocabulary: its answers could not end. [`TextError::Grammar`] if the vocabulary cannot be prepared.
+    /// [`TextError::Unsupported`] for a model with no such token inside its vocabulary: its answers could not
+    /// end. [`TextError::Grammar`] if the vocabulary cannot be prepared.
     pub fn new(tokenizer: &Tokenizer, eos: &[TokenId]) -> Result<Self, TextError> {
         let num_tokens = tokenizer.num_tokens();
         let eos: Vec<u32> = eos.iter().map(|id| id.0).filter(|&id| (id as usize) < num_tokens).collect();
@@ -89,7 +92,8 @@ impl GrammarCompiler {
     /// Returns the grammar of a format, at its beginning.
     ///
     /// # Errors
-    /// [`TextError::InvalidField`] naming `response_format`, for a schema that is broken, unsatisfiable, uses a keyword that cannot be enforced, or exceeds a bound.
+    /// [`TextError::InvalidField`] naming `response_format`, for a schema that is broken, unsatisfiable, uses
+    /// a keyword that cannot be enforced, or exceeds a bound.
     pub fn compile(&self, spec: &GrammarSpec) -> Result<Grammar, TextError> {
         let schema = match spec {
             GrammarSpec::JsonObject => json!({ "type": "object" }),
@@ -131,8 +135,8 @@ impl GrammarCompiler {
 }
 
 impl Grammar {
-    /// Returns the tokens allowed next, token `t` being bit `t % 32` of word `t / 32`. Does not change the state. When the answer is complete, these are
-    /// the tokens that end it.
+    /// Returns the tokens allowed next, token `t` being bit `t % 32` of word `t / 32`. Does not change the
+    /// state. When the answer is complete, these are the tokens that end it.
     ///
     /// # Errors
     /// [`TextError::Grammar`] if a bound was reached or the grammar allows nothing; the sequence cannot go on.
@@ -152,6 +156,9 @@ impl Grammar {
             return Err(TextError::Grammar {
                 reason: format!("token {token} comes after the end of the answer"),
             });
+        }
+        if token.0 as usize >= self.num_tokens {
+            return Err(TextError::Grammar { reason: format!("token {token} is outside the vocabulary") });
         }
         match self.matcher.try_consume_tokens(&[token.0]).map_err(engine_error)? {
             0 => Err(TextError::Grammar { reason: format!("token {token} is not allowed here") }),
@@ -200,8 +207,9 @@ impl TokenizerEnv for Environment {
         self.trie.greedy_tokenize(bytes)
     }
 
-    /// Forces no tokenization: the model chooses among all that spell what the grammar allows. The same answer is then possible with every
-    /// vocabulary, and tokens never depend on how the engine would have cut the text.
+    /// Forces no tokenization: the model chooses among all that spell what the grammar allows. The same
+    /// answer is then possible with every vocabulary, and tokens never depend on how the engine would have
+    /// cut the text.
     fn tokenize_is_canonical(&self) -> bool {
         false
     }

@@ -1,19 +1,23 @@
 //! Text to tokens and back.
 //!
-//! - [`Tokenizer`]: from a `tokenizer.json`, from a vocabulary embedded in a GGUF file ([`GgufVocab`], read by [`GgufMetadata`] or by whoever has the file
-//!   open), or built in (`toy-bytes`).
-//! - [`TextBundle`]: all that serving the text of a model needs, as one document that an engine hands to a router; [`TextModel`] is the bundle made ready.
+//! - [`Tokenizer`]: from a `tokenizer.json`, from a vocabulary embedded in a GGUF file ([`GgufVocab`], read
+//!   by [`GgufMetadata`] or by whoever has the file open), or built in (`toy-bytes`).
+//! - [`TextBundle`]: all that serving the text of a model needs, as one document that an engine hands to a
+//!   router; [`TextModel`] is the bundle made ready.
 //! - [`ChatTemplate`]: from a conversation to a prompt.
-//! - [`Detokenizer`], [`StopStrings`] and both in a row, [`TextStream`]: from tokens to the text a client sees, one token at a time.
+//! - [`Detokenizer`], [`StopStrings`] and both in a row, [`TextStream`]: from tokens to the text a client
+//!   sees, one token at a time.
 //! - [`GrammarCompiler`] and [`Grammar`] (feature `grammar`): which tokens keep an answer inside a JSON schema.
 //!
 //! # A token is bytes
 //!
-//! Incremental decoding is often done by decoding a window of tokens twice and taking the difference, because a decoder is a chain of steps that may look at its
-//! neighbours. The vocabularies that language models are served with do not need that: byte-level and SentencePiece tokens contribute the same bytes
-//! wherever they stand, save the space in front of the first. So a table of bytes is made when the vocabulary is loaded, and decoding, streaming, log-probabilities and
-//! grammars all read it. What a client gets is then the same for every way of cutting the stream, by construction, and a decoder whose tokens have no bytes of their own is
-//! refused when the model is loaded rather than found out in production.
+//! Incremental decoding is often done by decoding a window of tokens twice and taking the difference, because
+//! a decoder is a chain of steps that may look at its neighbours. The vocabularies that language models are
+//! served with do not need that: byte-level and SentencePiece tokens contribute the same bytes wherever they
+//! stand, save the space in front of the first. So a table of bytes is made when the vocabulary is loaded,
+//! and decoding, streaming, log-probabilities and grammars all read it. What a client gets is then the same
+//! for every way of cutting the stream, by construction, and a decoder whose tokens have no bytes of their
+//! own is refused when the model is loaded rather than found out in production.
 //!
 //! # Example
 //!

@@ -12,13 +12,15 @@ const MAX_STOP_BYTES: usize = 4096;
 
 /// Finds the first stop string in a stream of text, holding back what may be the beginning of one.
 ///
-/// **The rule.** Read character by character, the text ends as soon as it ends with a stop string; if it then ends with several, the
-/// longest counts. The text given out is what stood before that string. The rule looks at characters only, so the result does not depend on how the text was cut into
-/// pieces, and never waits for text that a shorter stop string has already made unnecessary: of the stop strings `abcd` and `bc`, the
+/// **The rule.** Read character by character, the text ends as soon as it ends with a stop string; if it then
+/// ends with several, the longest counts. The text given out is what stood before that string. The rule looks
+/// at characters only, so the result does not depend on how the text was cut into pieces, and never waits for
+/// text that a shorter stop string has already made unnecessary: of the stop strings `abcd` and `bc`, the
 /// second always wins.
 ///
-/// The machine is Aho and Corasick's ("Efficient string matching", CACM 18(6), 1975) over bytes: its state is the longest end of the text that begins a stop string,
-/// which is exactly what must be held back. Stop strings are whole characters, hence so is everything given out.
+/// The machine is Aho and Corasick's ("Efficient string matching", CACM 18(6), 1975) over bytes: its state is
+/// the longest end of the text that begins a stop string, which is exactly what must be held back. Stop
+/// strings are whole characters, hence so is everything given out.
 #[derive(Clone, Debug)]
 pub struct StopStrings {
     machine: Arc<Machine>,
@@ -87,8 +89,8 @@ impl StopStrings {
         StopStep { text: std::mem::replace(&mut self.held, tail), matched: None }
     }
 
-    /// Adds text in which no stop string counts (a request's `min_tokens`), and returns what may be given out. A stop string neither ends in this
-    /// text nor begins in it.
+    /// Adds text in which no stop string counts (a request's `min_tokens`), and returns what may be given
+    /// out. A stop string neither ends in this text nor begins in it.
     pub fn pass(&mut self, text: &str) -> String {
         if self.matched.is_some() {
             return String::new();
@@ -161,7 +163,8 @@ impl Machine {
         machine
     }
 
-    /// Fills in the fallbacks, breadth first, so that a shallower node is always done before a deeper one needs it.
+    /// Fills in the fallbacks, breadth first, so that a shallower node is always done before a deeper one
+    /// needs it.
     fn link(&mut self) {
         let mut queue = VecDeque::from([0]);
         while let Some(parent) = queue.pop_front() {

@@ -47,7 +47,8 @@ impl TextStream {
         }
     }
 
-    /// Ends the text and returns the rest of it. A stop string may be found even here, if it ends with a replacement character.
+    /// Ends the text and returns the rest of it. A stop string may be found even here, if it ends with a
+    /// replacement character.
     pub fn finish(&mut self) -> TextStep {
         let offset = self.detokenizer.num_chars();
         let step = self.stops.push(&self.detokenizer.finish());

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use crate::gguf::GgufVocab;
 
-/// Returns the place named by an environment variable, or says aloud that the test is skipped; where nothing may be skipped, that fails.
+/// Returns the place named by an environment variable, or says aloud that the test is skipped; where nothing
+/// may be skipped, that fails.
 pub(crate) fn asset(variable: &str) -> Option<PathBuf> {
     if let Some(path) = std::env::var_os(variable) {
         return Some(path.into());

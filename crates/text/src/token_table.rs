@@ -18,9 +18,9 @@ pub(crate) enum TokenKind {
 
 /// Bytes and kinds of all tokens.
 ///
-/// Byte-level and SentencePiece vocabularies share one property: a token contributes the same bytes wherever it stands, except for
-/// the space in front of the first one ([`LeadingSpace`]). So a table replaces the decoder, and incremental decoding is
-/// concatenation.
+/// Byte-level and SentencePiece vocabularies share one property: a token contributes the same bytes wherever
+/// it stands, except for the space in front of the first one ([`LeadingSpace`]). So a table replaces the
+/// decoder, and incremental decoding is concatenation.
 #[derive(Debug, Default)]
 pub(crate) struct TokenTable {
     bytes: Vec<u8>,

@@ -18,8 +18,8 @@ mod toy;
 
 /// Turns text into tokens and back.
 ///
-/// Special tokens written out in a text (`<|im_start|>`) become the special tokens, as in every serving system: that is how a rendered
-/// chat template reaches the model.
+/// Special tokens written out in a text (`<|im_start|>`) become the special tokens, as in every serving
+/// system: that is how a rendered chat template reaches the model.
 pub struct Tokenizer {
     encoder: Encoder,
     table: TokenTable,
@@ -58,7 +58,8 @@ pub enum Specials {
 }
 
 impl Tokenizer {
-    /// Reads the contents of a `tokenizer.json`. Truncation and padding rules in it are ignored: they are meant for training.
+    /// Reads the contents of a `tokenizer.json`. Truncation and padding rules in it are ignored: they are
+    /// meant for training.
     ///
     /// # Errors
     /// If it is broken, or uses a decoder whose tokens have no bytes of their own (WordPiece, CTC).
@@ -81,14 +82,15 @@ impl Tokenizer {
         }
     }
 
-    /// Returns the built-in tokenizer whose tokens are the 256 bytes, beginning (256) and end (257) of sequence, and padding (258). It puts nothing around a
-    /// text, so a prompt has as many tokens as bytes.
+    /// Returns the built-in tokenizer whose tokens are the 256 bytes, beginning (256) and end (257) of
+    /// sequence, and padding (258). It puts nothing around a text, so a prompt has as many tokens as bytes.
     #[must_use]
     pub fn toy_bytes() -> Self {
         toy::build()
     }
 
-    /// Turns a prompt into tokens, with what the model wants in front of it (a beginning-of-sequence token, say).
+    /// Turns a prompt into tokens, with what the model wants in front of it (a beginning-of-sequence token,
+    /// say).
     ///
     /// # Errors
     /// [`TextError::Encode`] if the tokenizer gives up.
@@ -103,7 +105,8 @@ impl Tokenizer {
         }
     }
 
-    /// Turns a text into tokens and puts nothing around it: for a rendered chat template, which says itself what it begins with.
+    /// Turns a text into tokens and puts nothing around it: for a rendered chat template, which says itself
+    /// what it begins with.
     ///
     /// # Errors
     /// [`TextError::Encode`] if the tokenizer gives up.
@@ -151,8 +154,8 @@ impl Tokenizer {
         }
     }
 
-    /// Returns a token as text for log-probabilities; bytes that are no characters become replacement characters, and an id outside the
-    /// vocabulary has no text.
+    /// Returns a token as text for log-probabilities; bytes that are no characters become replacement
+    /// characters, and an id outside the vocabulary has no text.
     #[must_use]
     pub fn token_text(&self, token: TokenId) -> String {
         String::from_utf8_lossy(self.token_bytes(token).unwrap_or_default()).into_owned()

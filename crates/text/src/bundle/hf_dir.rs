@@ -19,7 +19,8 @@ pub(super) fn load(tokenizer_json: &Path, dir: &Path, model: &str) -> Result<Tex
 
     let bos_token = token_text(&tokenizer_config["bos_token"], "tokenizer_config.json: bos_token")?;
     let eos_token = token_text(&tokenizer_config["eos_token"], "tokenizer_config.json: eos_token")?;
-    // The most specific says it: how to generate, else what the tokenizer ends with, else what the model was trained to end with.
+    // The most specific says it: how to generate, else what the tokenizer ends with, else what the model was
+    // trained to end with.
     let mut eos_token_ids = ids(&generation_config["eos_token_id"], "generation_config.json: eos_token_id")?;
     if let Some(id) = eos_token.as_deref().and_then(|text| tokenizer.special_id(text)) {
         eos_token_ids.push(id);
@@ -40,7 +41,8 @@ pub(super) fn load(tokenizer_json: &Path, dir: &Path, model: &str) -> Result<Tex
     })
 }
 
-/// Finds the chat template: a file of its own goes before the one in the tokenizer's configuration, and of several named ones the `default`.
+/// Finds the chat template: a file of its own goes before the one in the tokenizer's configuration, and of
+/// several named ones the `default`.
 fn chat_template(dir: &Path, tokenizer_config: &Value) -> Result<Option<String>, TextError> {
     if let Some(template) = optional_text(&dir.join("chat_template.jinja"))? {
         return Ok(Some(template));

@@ -1,7 +1,7 @@
 //! `tojson` as Python writes it.
 //!
-//! Models were trained on prompts made by Python's `json.dumps(value, ensure_ascii=False)`: a space after `:` and `,`, nothing escaped for HTML. One space more or less is
-//! another prompt.
+//! Models were trained on prompts made by Python's `json.dumps(value, ensure_ascii=False)`: a space after `:`
+//! and `,`, nothing escaped for HTML. One space more or less is another prompt.
 
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Error, ErrorKind, Value};

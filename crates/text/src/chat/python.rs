@@ -1,6 +1,6 @@
 //! The methods of Python's strings, dictionaries and lists that templates call.
 
-use minijinja::value::{Kwargs, ValueKind, from_args};
+use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State, Value};
 
 /// Calls a method that minijinja itself does not know.
@@ -83,6 +83,7 @@ fn string(text: &str, method: &str, args: &[Value]) -> Result<Option<Value>, Err
             }
             joined.into()
         }
+        "format" => format(text, args)?.into(),
         "isdigit" | "isnumeric" | "isdecimal" => {
             none(args, !text.is_empty() && text.chars().all(char::is_numeric))?
         }
@@ -256,6 +257,44 @@ fn affix(args: &[Value], test: impl Fn(&str) -> bool) -> Result<bool, Error> {
         return Err(bad(format!("startswith and endswith take a string, not {}", affix.kind())));
     }
     Ok(affix.try_iter()?.any(|affix| affix.as_str().is_some_and(&test)))
+}
+
+/// Fills `{}`, `{0}` and `{name}`; width and the like are refused.
+fn format(text: &str, args: &[Value]) -> Result<String, Error> {
+    let (positional, named): (Rest<Value>, Kwargs) = from_args(args)?;
+    let mut output = String::with_capacity(text.len());
+    let mut automatic = 0;
+    let mut rest = text;
+    while let Some(at) = rest.find(['{', '}']) {
+        output.push_str(&rest[..at]);
+        let brace = &rest[at..=at];
+        rest = &rest[at + 1..];
+        if let Some(after) = rest.strip_prefix(brace) {
+            output.push_str(brace);
+            rest = after;
+            continue;
+        }
+        let field = if brace == "{" { rest.split_once('}') } else { None };
+        let Some((field, after)) = field else {
+            return Err(bad(format!("format: a `{brace}` has no partner")));
+        };
+        rest = after;
+        let place = match field {
+            "" => {
+                automatic += 1;
+                Some(automatic - 1)
+            }
+            field => field.parse::<usize>().ok(),
+        };
+        let value = match place {
+            Some(place) => positional.get(place).cloned(),
+            None => named.get::<Option<Value>>(field)?,
+        };
+        let value = value.ok_or_else(|| bad(format!("format: nothing is given for `{{{field}}}`")))?;
+        output.push_str(&value.to_string());
+    }
+    output.push_str(rest);
+    Ok(output)
 }
 
 fn capitalize(text: &str) -> String {

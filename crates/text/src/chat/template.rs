@@ -15,7 +15,7 @@ use crate::error::TextError;
 /// The name of the one template.
 const NAME: &str = "chat_template";
 /// Steps a rendering may take: a thousand messages take some hundred thousand.
-const FUEL: u64 = 20_000_000;
+const FUEL: u64 = 5_000_000;
 /// The longest prompt a rendering may produce, in bytes.
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
 /// How deep macros and blocks may call each other.
@@ -23,8 +23,9 @@ const MAX_RECURSION: usize = 128;
 
 /// A model's chat template, compiled.
 ///
-/// The dialect is that of Hugging Face's `apply_chat_template`: Jinja with trimmed blocks, `break` and `continue`, `raise_exception`, `strftime_now`, a `tojson` that
-/// writes like Python, and the methods of Python's strings and dictionaries. A rendering is bounded in steps, depth and output.
+/// The dialect is that of Hugging Face's `apply_chat_template`: Jinja with trimmed blocks, `break` and
+/// `continue`, `raise_exception`, `strftime_now`, a `tojson` that writes like Python, and the methods of
+/// Python's strings and dictionaries. A rendering is bounded in steps, depth and output.
 pub struct ChatTemplate {
     environment: Environment<'static>,
     bos_token: String,
@@ -57,6 +58,7 @@ impl ChatTemplate {
         environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
         environment.set_unknown_method_callback(python::call);
         environment.add_filter("tojson", json::filter);
+        environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
         environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
         });
@@ -68,11 +70,12 @@ impl ChatTemplate {
         })
     }
 
-    /// Renders a conversation: messages in the form of OpenAI's API, as anything that serialises to it. Contents given as parts are joined to one text.
+    /// Renders a conversation: messages in the form of OpenAI's API, as anything that serialises to it.
+    /// Contents given as parts are joined to one text.
     ///
     /// # Errors
-    /// [`TextError::InvalidField`] naming the message and part that is not acceptable, [`TextError::Template`] if the template refuses the conversation, or
-    /// fails.
+    /// [`TextError::InvalidField`] naming the message and part that is not acceptable,
+    /// [`TextError::Template`] if the template refuses the conversation, or fails.
     pub fn render<M: Serialize>(&self, messages: &[M], options: &ChatOptions) -> Result<String, TextError> {
         let broken = |error: Error| TextError::Template { reason: describe(&error) };
         let messages = normalise(messages)?;
@@ -90,7 +93,7 @@ impl ChatTemplate {
             ("eos_token".to_owned(), self.eos_token.clone().into()),
             ("strftime_now".to_owned(), strftime_now),
         ]);
-        let context = variables.into_iter().collect::<Value>();
+        let context = Value::from_pairs(variables);
         let template = self.environment.get_template(NAME).map_err(broken)?;
         let mut output = Bounded { bytes: Vec::new() };
         template.render_captured_to(context, &mut output).map_err(broken)?;
@@ -126,7 +129,8 @@ impl io::Write for Bounded {
     }
 }
 
-/// Takes out `{% generation %}` and `{% endgeneration %}`, which mark the model's own words for training and print nothing.
+/// Takes out `{% generation %}` and `{% endgeneration %}`, which mark the model's own words for training and
+/// print nothing.
 fn without_generation_marks(source: &str) -> String {
     let mut output = String::with_capacity(source.len());
     let mut rest = source;

@@ -25,7 +25,8 @@ impl GgufMetadata {
     /// Reads the header of a file.
     ///
     /// # Errors
-    /// [`TextError::Read`] if it cannot be read, [`TextError::Malformed`] if it is no GGUF file or broken, [`TextError::Unsupported`] for another version.
+    /// [`TextError::Read`] if it cannot be read, [`TextError::Malformed`] if it is no GGUF file or broken,
+    /// [`TextError::Unsupported`] for another version.
     pub fn open(path: &Path) -> Result<Self, TextError> {
         let cannot_read = |source| TextError::Read { path: path.to_owned(), source };
         let file = File::open(path).map_err(cannot_read)?;
@@ -33,8 +34,8 @@ impl GgufMetadata {
         Self::read(BufReader::new(file), num_bytes, &path.display().to_string())
     }
 
-    /// Reads a header out of `reader`, which holds `num_bytes` bytes at most; `name` stands for it in errors. No count in the file makes this reserve more
-    /// memory than those bytes could fill.
+    /// Reads a header out of `reader`, which holds `num_bytes` bytes at most; `name` stands for it in errors.
+    /// No count in the file makes this reserve more memory than those bytes could fill.
     ///
     /// # Errors
     /// As for [`open`](Self::open).

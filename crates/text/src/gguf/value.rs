@@ -20,7 +20,7 @@ pub enum GgufValue {
     /// An array of numbers.
     Floats(Vec<f64>),
     /// An array of anything else, arrays among them.
-    Array(Vec<GgufValue>),
+    Array(Vec<Self>),
 }
 
 impl GgufValue {

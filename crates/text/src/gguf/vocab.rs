@@ -7,7 +7,8 @@ use super::{GgufMetadata, GgufValue};
 use crate::error::TextError;
 use crate::token_table::MAX_TOKENS;
 
-/// What the `tokenizer.*` keys of a GGUF file say. Whoever has read the file already fills this in; [`GgufMetadata::vocab`] does it for those who have not.
+/// What the `tokenizer.*` keys of a GGUF file say. Whoever has read the file already fills this in;
+/// [`GgufMetadata::vocab`] does it for those who have not.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct GgufVocab {
     /// `tokenizer.ggml.model`: `gpt2` (byte-level BPE) or `llama` (SentencePiece).

@@ -26,8 +26,8 @@ fn allowed(mask: &[u32]) -> Vec<TokenId> {
         .collect()
 }
 
-/// Draws tokens under the mask until the answer ends; `None` if it had no end after `limit` tokens. Like a model that comes to the point, it
-/// prefers what closes strings and brackets.
+/// Draws tokens under the mask until the answer ends; `None` if it had no end after `limit` tokens. Like a
+/// model that comes to the point, it prefers what closes strings and brackets.
 fn sample(
     tokenizer: &Tokenizer,
     mut grammar: Grammar,
@@ -89,9 +89,11 @@ fn validates(schema: &Value, value: &Value) -> bool {
         Some("string") => value.as_str().is_some_and(|text| {
             text.chars().count() as u64 <= schema["maxLength"].as_u64().unwrap_or(u64::MAX)
         }),
-        Some("integer") => value.as_i64().is_some_and(|number| {
-            number >= schema["minimum"].as_i64().unwrap_or(i64::MIN)
-                && number <= schema["maximum"].as_i64().unwrap_or(i64::MAX)
+        // `-0` is an integer, though not to the parser.
+        Some("integer") => value.as_f64().is_some_and(|number| {
+            number.fract() == 0.0
+                && number >= schema["minimum"].as_f64().unwrap_or(f64::MIN)
+                && number <= schema["maximum"].as_f64().unwrap_or(f64::MAX)
         }),
         Some("number") => value.is_number(),
         Some("boolean") => value.is_boolean(),

@@ -1,6 +1,7 @@
 //! The alphabet in which byte-level vocabularies write bytes as printable characters.
 //!
-//! It comes from GPT-2: a byte that is a printable Latin-1 character stands for itself, the others take the code points from 256 on, in order.
+//! It comes from GPT-2: a byte that is a printable Latin-1 character stands for itself, the others take the
+//! code points from 256 on, in order.
 
 /// Returns the 256 characters, that of byte `b` at place `b`.
 pub(crate) fn alphabet() -> [char; 256] {

@@ -1,4 +1,7 @@
 //! Byte-level BPE vocabularies embedded in GGUF files.
+//!
+//! Some lack tokens for bytes that their training texts never had (control characters, bytes that UTF-8 never
+//! uses). Such a byte in a prompt has no tokens, as under the models' own tokenizers.
 
 use tokenizers::models::bpe::{BPE, Vocab};
 use tokenizers::normalizers::NFC;
@@ -8,7 +11,7 @@ use tokenizers::pre_tokenizers::sequence::Sequence;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::{AddedToken, SplitDelimiterBehavior};
 
-use super::byte_level::{ByteLevel, alphabet};
+use super::byte_level::ByteLevel;
 use super::pre::PreTokenizer;
 use super::{Around, Encoder, Tokenizer};
 use crate::error::TextError;
@@ -65,15 +68,10 @@ fn merges(vocab: &GgufVocab, pre: &PreTokenizer) -> Result<BPE, TextError> {
     for (index, token) in vocab.tokens.iter().enumerate() {
         ids.entry(token.clone()).or_insert(vocab.id(index).0);
     }
-    if let Some(missing) = alphabet().into_iter().find(|&char| !ids.contains_key(char.to_string().as_str())) {
-        return Err(TextError::malformed(
-            "tokenizer.ggml.tokens",
-            format!("no token for the byte written `{missing}`, so not every text has tokens"),
-        ));
-    }
     let mut merges = Vec::with_capacity(vocab.merges.len());
     for (index, merge) in vocab.merges.iter().enumerate() {
-        // A token may contain a space only where files spell one raw; then the halves are those that are tokens.
+        // A token may contain a space only where files spell one raw; then the halves are those that are
+        // tokens.
         let halves = merge
             .match_indices(' ')
             .map(|(at, _)| (&merge[..at], &merge[at + 1..]))

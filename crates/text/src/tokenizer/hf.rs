@@ -59,7 +59,8 @@ pub(super) fn encode(
     Ok(encoding.get_ids().iter().map(|&id| TokenId(id)).collect())
 }
 
-/// Checks that every merge of a BPE model names two tokens that together are one: the library takes that for granted.
+/// Checks that every merge of a BPE model names two tokens that together are one: the library takes that for
+/// granted.
 fn check_merges(model: &Value) -> Result<(), TextError> {
     let (Some(vocab), Some(merges)) = (model["vocab"].as_object(), model["merges"].as_array()) else {
         return Ok(());
@@ -112,7 +113,8 @@ impl PieceRule {
         Ok(rule)
     }
 
-    /// Reads one step of the decoder. `fused` says whether the tokens have been joined, after which a strip is one of the whole text.
+    /// Reads one step of the decoder. `fused` says whether the tokens have been joined, after which a strip
+    /// is one of the whole text.
     fn add(&mut self, step: &Value, fused: &mut bool) -> Result<(), TextError> {
         let kind = step["type"].as_str().unwrap_or("null");
         match kind {

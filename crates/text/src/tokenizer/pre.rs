@@ -1,4 +1,5 @@
-//! How byte-level vocabularies cut a text into words before merging, by the name GGUF files give in `tokenizer.ggml.pre`.
+//! How byte-level vocabularies cut a text into words before merging, by the name GGUF files give in
+//! `tokenizer.ggml.pre`.
 //!
 //! The patterns are those of the models' own `tokenizer.json`; GGUF files carry only a name for them.
 
@@ -46,7 +47,7 @@ impl PreTokenizer {
             "deepseek-r1-qwen" | "stablelm2" | "hunyuan" | "solar-open" | "kormo" | "grok-2" => {
                 plain(&[QWEN2])
             }
-            "qwen35" => Self { nfc: true, ..plain(&[QWEN35]) },
+            "qwen35" => plain(&[QWEN35]),
             "tekken" => Self { patterns: &[TEKKEN], ignore_merges: true, add_bos: true, nfc: false },
             "gpt-4o" | "llama4" | "kanana2" | "minimax-m2" => plain(&[GPT4O]),
             "deepseek-coder" => plain(&[r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"]),

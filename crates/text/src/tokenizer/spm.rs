@@ -1,8 +1,9 @@
 //! SentencePiece vocabularies as GGUF files carry them: pieces with scores.
 //!
-//! The algorithm is SentencePiece's for BPE models (Kudo and Richardson, arXiv 1808.06226; `bpe_model.cc`), which llama.cpp applies to every vocabulary it calls `llama`:
-//! begin with single characters, and as long as two neighbours together are a piece, join the pair whose piece scores highest, the leftmost of equals. Characters
-//! that are no piece fall back to byte tokens.
+//! The algorithm is SentencePiece's for BPE models (Kudo and Richardson, arXiv 1808.06226; `bpe_model.cc`),
+//! which llama.cpp applies to every vocabulary it calls `llama`: begin with single characters, and as long as
+//! two neighbours together are a piece, join the pair whose piece scores highest, the leftmost of equals.
+//! Characters that are no piece fall back to byte tokens.
 
 use std::cmp::Ordering;
 use std::collections::{BinaryHeap, HashMap};
@@ -100,7 +101,6 @@ struct Piece {
 #[derive(Debug)]
 struct Run {
     begin: usize,
-    /// Equal to `begin` once the run has been joined to the one before it.
     end: usize,
     previous: Option<usize>,
     next: Option<usize>,
@@ -179,14 +179,13 @@ impl SpmEncoder {
             joins.extend(self.join(text, &runs, left));
         }
         while let Some(Join { left, right, num_bytes, .. }) = joins.pop() {
-            // Either run may have been joined to another since.
+            // Either run may have been joined to another since; one joined to its left has no next.
             let stale = runs[left].next != Some(right) || runs[right].end - runs[left].begin != num_bytes;
             if stale {
                 continue;
             }
             runs[left].end = runs[right].end;
-            runs[left].next = runs[right].next;
-            runs[right].end = runs[right].begin;
+            runs[left].next = runs[right].next.take();
             if let Some(after) = runs[left].next {
                 runs[after].previous = Some(left);
             }

@@ -18,6 +18,8 @@ fn hf_json(decoder: &str) -> String {
     for (id, token) in ["<unk>", "▁", "a", "b", "▁a", "ab", "<0xC3>", "<0xA9>"].iter().enumerate() {
         vocab.insert((*token).to_owned(), id.into());
     }
+    vocab.insert("<end>".to_owned(), 8.into());
+    vocab.insert("<tool>".to_owned(), 12.into());
     serde_json::json!({
         "version": "1.0",
         "truncation": { "direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0 },
@@ -156,7 +158,7 @@ fn bos_and_eos_go_round_a_prompt_and_not_round_a_bare_text() {
 fn vocabularies_nobody_knows_are_refused_by_name() {
     let check = |vocab: &GgufVocab, field: &str, value: &str| match Tokenizer::from_gguf(vocab).unwrap_err() {
         TextError::Unsupported { field: got, value: found, .. } => {
-            assert_eq!((got.as_str(), found.as_str()), (field, value))
+            assert_eq!((got.as_str(), found.as_str()), (field, value));
         }
         other => panic!("{other}"),
     };
@@ -175,7 +177,6 @@ fn vocabularies_that_contradict_themselves_are_refused_by_key() {
         assert!(error.contains(key), "{error}");
     };
     check(&|vocab| vocab.tokens.clear(), "tokens");
-    check(&|vocab| vocab.tokens[65] = "AA".to_owned(), "tokens");
     check(&|vocab| vocab.merges[0] = "a bc".to_owned(), "merges[0]");
     check(&|vocab| vocab.merges[0] = "b a".to_owned(), "merges[0]");
     check(&|vocab| vocab.merges[0] = "ab".to_owned(), "merges[0]");
@@ -316,7 +317,8 @@ fn the_demo_model_tokenizes_as_its_reference() {
     assert_eq!(tokenizer.encode(&format!("{text}<|im_end|>")).unwrap(), answer);
 }
 
-/// Checks prompts and answers of reference runs: lines of JSON with `prompt`, `prompt_ids`, `gen_ids` and `text`.
+/// Checks prompts and answers of reference runs: lines of JSON with `prompt`, `prompt_ids`, `gen_ids` and
+/// `text`.
 fn check_reference(tokenizer: &Tokenizer, path: &Path, encodes: bool) {
     for line in std::fs::read_to_string(path).unwrap().lines() {
         let run: serde_json::Value = serde_json::from_str(line).unwrap();

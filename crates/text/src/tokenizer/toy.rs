@@ -20,7 +20,8 @@ pub(super) fn build() -> Tokenizer {
     }
 }
 
-/// Turns each byte into a token. Names of special tokens are ordinary text here, so that the number of tokens is always the number of bytes.
+/// Turns each byte into a token. Names of special tokens are ordinary text here, so that the number of tokens
+/// is always the number of bytes.
 pub(super) fn encode(text: &str) -> Vec<TokenId> {
     text.bytes().map(|byte| TokenId(u32::from(byte))).collect()
 }

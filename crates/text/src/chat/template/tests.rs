@@ -56,7 +56,7 @@ fn contents_in_parts_are_joined_and_other_kinds_refused_by_name() {
     refused(json!([ok, { "role": "user", "content": [{ "type": "text" }] }]), "messages[1].content[0].text");
     refused(json!([ok, { "role": "user", "content": ["a"] }]), "messages[1].content[0].type");
     let call = json!([{ "role": "assistant", "content": null, "tool_calls": [{ "id": "1" }] }]);
-    check("{{ messages[0].content is none }} {{ messages[0].tool_calls[0].id }}", &call, "true 1");
+    check("{{ messages[0].content is none }} {{ messages[0].tool_calls[0].id }}", &call, "True 1");
 }
 
 #[test]
@@ -94,11 +94,7 @@ fn renderings_are_bounded() {
 
 #[test]
 fn strings_have_pythons_methods() {
-    check_expression(
-        "x.strip() ~ '|' ~ x.lstrip() ~ '|' ~ x.rstrip()",
-        " a ",
-        "a|a |  a".replace("|  a", "| a").as_str(),
-    );
+    check_expression("[x.strip(), x.lstrip(), x.rstrip()] | join('|')", " a ", "a|a | a");
     check_expression("x.strip('xy')", "xyaxy", "a");
     check_expression("x.split('</think>')[-1].lstrip('\\n')", "thought</think>\n\nanswer", "answer");
     check_expression("x.split() | join('|')", "  a  b c ", "a|b|c");
@@ -111,15 +107,16 @@ fn strings_have_pythons_methods() {
     check_expression(
         "x.startswith('ab') and x.endswith(('x', 'c')) and not x.startswith('b')",
         "abc",
-        "true",
+        "True",
     );
     check_expression("x.upper() ~ x.lower() ~ x.title() ~ x.capitalize()", "aB cD", "AB CDab cdAb CdAb cd");
     check_expression("x.replace('a', 'b') ~ x.replace('a', 'b', 1)", "aa", "bbba");
     check_expression("x.find('é') ~ x.find('z') ~ x.rfind('a') ~ x.count('a')", "aéa", "1-122");
+    check_expression("'{} {{x}} {1} {k}'.format(x, 2, k=3)", "a", "a {x} 2 3");
     check_expression("'-'.join(['a', x])", "b", "a-b");
     check_expression("x.removeprefix('a').removesuffix('c')", "abc", "b");
     check_expression("x.partition('=') | join('|')", "k=v=w", "k|=|v=w");
-    check_expression("x.isdigit() ~ x.isspace() ~ x.isalpha()", "12", "truefalsefalse");
+    check_expression("x.isdigit() ~ x.isspace() ~ x.isalpha()", "12", "TrueFalseFalse");
 }
 
 #[test]
@@ -132,7 +129,7 @@ fn dictionaries_and_lists_have_pythons_methods() {
     check(
         "{{ messages[0].get('content') }}{{ messages[0].get('name') }}{{ messages[0].get('name', 'd') }}",
         &user("x"),
-        "xnoned",
+        "xNoned",
     );
     check(
         "{{ messages[0].keys() | join(',') }} {{ messages[0].values() | join(',') }}",
@@ -189,7 +186,7 @@ fn given_variables_reach_the_template_and_do_not_replace_the_conversation() {
         variables: variables.as_object().unwrap().clone(),
     };
     let prompt = template.render(user("x").as_array().unwrap(), &options).unwrap();
-    assert_eq!(prompt, "false x 26 Jul 2024 true false");
+    assert_eq!(prompt, "False x 26 Jul 2024 True False");
 }
 
 #[test]
@@ -244,11 +241,11 @@ fn templates_of_many_models_render() {
         rendered += 1;
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         match (result, expected) {
-            (Ok(prompt), Some(expected)) if prompt != expected => {
+            (Ok(prompt), Some(expected)) if !expected.starts_with("ERROR") && prompt != expected => {
                 failures.push(format!("{name}:\n  {prompt:?}\n  {expected:?}"));
             }
             (Err(error), Some(expected)) if !expected.starts_with("ERROR") => {
-                failures.push(format!("{name}: {error}"))
+                failures.push(format!("{name}: {error}"));
             }
             (Err(error), None) => failures.push(format!("{name}: {error}")),
             _ => {}
