@@ -26,7 +26,7 @@ mod world;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use microserving_protocol::SamplingParams;
+use microserving_protocol::{Attempt, SamplingParams};
 use microserving_transport::{LoopbackFaults, LoopbackHub};
 use tokio::task::JoinHandle;
 
@@ -49,6 +49,9 @@ pub struct FaultPoint {
     /// The engine to kill there; `None` kills the router.
     pub victim: Option<usize>,
 }
+
+/// An abort up to this attempt ends whatever lives of a request.
+const LAST_ATTEMPT: Attempt = Attempt(1000);
 
 /// How long everything may take to end once faults have stopped.
 const SETTLE: Duration = Duration::from_secs(90);
@@ -201,7 +204,9 @@ enum Outcome {
 /// A client in a task of its own, which outlives the router's.
 fn spawn_client(world: &Arc<World>, request: Request, dice: Dice) -> (String, JoinHandle<Outcome>) {
     let name = request.name.clone();
+    let known_as = name.clone();
     let world = Arc::clone(world);
+    let leaves_by_abort = dice.split(1).chance(0.5);
     let client = tokio::spawn(async move {
         tokio::time::sleep_until(world.at(request.arrives)).await;
         let leaves_after = request.leaves_after;
@@ -222,6 +227,12 @@ fn spawn_client(world: &Arc<World>, request: Request, dice: Dice) -> (String, Jo
                 Err(_) => Outcome::RouterDied,
             },
             () = left => {
+                if leaves_by_abort {
+                    // The streams stay open meanwhile: whatever they still yield is held against the engine.
+                    let all: Vec<_> = (0..world.options.num_engines).collect();
+                    program::abort(&world, &name, &all, LAST_ATTEMPT).await;
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                }
                 router_task.abort();
                 Outcome::Left
             }
@@ -234,7 +245,7 @@ fn spawn_client(world: &Arc<World>, request: Request, dice: Dice) -> (String, Jo
         }
         outcome
     });
-    (name, client)
+    (known_as, client)
 }
 
 /// Heals everything and requires that everything ends, that new requests succeed, and that nothing is left.

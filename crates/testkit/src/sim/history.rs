@@ -48,13 +48,7 @@ impl History {
                     self.keys.insert((engine, *id), key);
                 }
             }
-            Command::FinishChoice { .. } => {}
-            Command::Cancel { id } => {
-                // Nobody heard the answer, so the engine may forget that it gave one.
-                if let Some(key) = self.keys.get(&(engine, *id)) {
-                    self.accepted.remove(&(engine, key.seq_id.clone()));
-                }
-            }
+            Command::FinishChoice { .. } | Command::Cancel { .. } => {}
         }
     }
 

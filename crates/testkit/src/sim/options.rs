@@ -54,6 +54,8 @@ pub struct SimOptions {
     pub router_death_every: Option<Duration>,
     /// How likely a client goes away before its answer is complete.
     pub cancel: f64,
+    /// How likely a request is tried again on the same engines instead of others.
+    pub stubborn: f64,
     /// How likely a program that gives up says so by `abort`; otherwise leases and broken connections must do.
     pub polite: f64,
     /// A rule that engines break, to see whether the checks notice.
@@ -75,6 +77,8 @@ pub struct NetworkFaults {
     pub break_stream: f64,
     /// How likely a call arrives twice.
     pub duplicate: f64,
+    /// The longest time after the first that the second arrives.
+    pub max_echo: Duration,
 }
 
 /// What may happen to KV under way.
@@ -115,6 +119,7 @@ impl SimOptions {
                 lose_answer: 0.0,
                 break_stream: 0.0,
                 duplicate: 0.0,
+                max_echo: Duration::ZERO,
             },
             transfers: TransferFaults {
                 max_delay: Duration::from_millis(2),
@@ -131,15 +136,38 @@ impl SimOptions {
             max_cut: Duration::from_millis(1000),
             router_death_every: None,
             cancel: 0.0,
+            stubborn: 0.0,
             polite: 1.0,
             mutant: None,
             fault_at: None,
         }
     }
 
-    /// Draws a run's shape from its seed.
+    /// Draws a run's shape from its seed. One run in four is about transfers that outlive their requests.
     #[must_use]
     pub fn swarm(seed: u64) -> Self {
+        let mut options = Self::draw(seed);
+        let mut dice = Dice::new(seed).split(6);
+        if dice.chance(0.25) {
+            options.make_transfers_late(&mut dice);
+        }
+        // Two of the longest requests fit, so that none is refused for its length and none has an engine to itself.
+        let room = options.num_pages * options.page_size / 2;
+        options.max_prompt = options.max_prompt.min(room - options.max_output - 2 * options.page_size);
+        options
+    }
+
+    /// Short leases, slow writes, little memory, and clients that leave: pages change hands while they are written to.
+    fn make_transfers_late(&mut self, dice: &mut Dice) {
+        self.lease = dice.millis(150, 400);
+        self.transfers.max_delay = dice.millis(800, 2500);
+        self.num_pages = dice.range(24, 36) as u32;
+        self.num_requests = 36;
+        self.quarantine_cap = 1.0;
+        self.cancel = 0.5;
+    }
+
+    fn draw(seed: u64) -> Self {
         let mut dice = Dice::new(seed).split(1);
         let ms = Duration::from_millis;
         let mut sometimes = |share: f64, low: u64, high: u64| {
@@ -169,7 +197,8 @@ impl SimOptions {
                 lose_call: dice.pick(&[0.0, 0.0, 0.02, 0.1]),
                 lose_answer: dice.pick(&[0.0, 0.0, 0.02, 0.1]),
                 break_stream: dice.pick(&[0.0, 0.0, 0.01, 0.04]),
-                duplicate: dice.pick(&[0.0, 0.0, 0.1, 0.3]),
+                duplicate: dice.pick(&[0.0, 0.1, 0.3, 0.5]),
+                max_echo: dice.pick(&[ms(5), ms(200), ms(2000)]),
             },
             transfers: TransferFaults {
                 max_delay: dice.pick(&[ms(0), ms(5), ms(50), ms(400), ms(2000)]),
@@ -186,6 +215,7 @@ impl SimOptions {
             max_cut: dice.pick(&[ms(100), ms(1000), ms(3000)]),
             router_death_every,
             cancel: dice.pick(&[0.0, 0.1, 0.4]),
+            stubborn: dice.pick(&[0.0, 0.5, 1.0]),
             polite: dice.pick(&[1.0, 0.7, 0.0]),
             mutant: None,
             fault_at: None,

@@ -53,13 +53,16 @@ impl Program {
     /// Serves the request to its end, trying again where that may help.
     pub(crate) async fn run(mut self) -> Result<(), Failure> {
         let mut last = Failure::Timeout;
+        let mut engines = self.choose_engines();
         for attempt in 0..MAX_ATTEMPTS {
             self.attempt = attempt;
             if attempt > 0 {
                 self.world.state().tally.retries += 1;
                 tokio::time::sleep(self.dice.millis(5, 150)).await;
+                if !self.dice.chance(self.world.options.stubborn) {
+                    engines = self.choose_engines();
+                }
             }
-            let engines = self.choose_engines();
             match self.attempt(&engines).await {
                 Ok(()) => return Ok(()),
                 Err(Failure::Wrong) => return Err(Failure::Wrong),
@@ -68,7 +71,7 @@ impl Program {
                 Err(failure) => last = failure,
             }
             if self.dice.chance(self.world.options.polite) {
-                self.abort(&engines).await;
+                abort(&self.world, &self.request.name, &engines, Attempt(attempt)).await;
             }
         }
         Err(last)
@@ -250,17 +253,6 @@ impl Program {
         }
     }
 
-    async fn abort(&mut self, engines: &[usize]) {
-        for &engine in engines {
-            let attempt = Some(Attempt(self.attempt));
-            for seq_id in [self.request.name.clone(), format!("{}-copy", self.request.name)] {
-                let abort = Abort { seq_id: SeqId::new(seq_id), attempt };
-                // Whether it arrives or not: it is a courtesy.
-                let _ = self.call(engine, Call::Abort(abort)).await;
-            }
-        }
-    }
-
     async fn call(&mut self, engine: usize, call: Call) -> Result<Reply, Failure> {
         let mut connection = self.world.send(engine, call);
         let answer = tokio::time::timeout(self.patience(), connection.answer()).await;
@@ -290,5 +282,16 @@ impl Program {
     /// How long a caller waits for one answer or event.
     fn patience(&self) -> Duration {
         self.world.options.lease * 2 + Duration::from_millis(1500)
+    }
+}
+
+/// Gives a request up on some engines, as a courtesy: whether that arrives or not.
+pub(crate) async fn abort(world: &Arc<World>, name: &str, engines: &[usize], attempt: Attempt) {
+    for &engine in engines {
+        for seq_id in [name.to_owned(), format!("{name}-copy")] {
+            let abort = Abort { seq_id: SeqId::new(seq_id), attempt: Some(attempt) };
+            let mut connection = world.send(engine, Call::Abort(abort));
+            let _ = tokio::time::timeout(Duration::from_millis(500), connection.answer()).await;
+        }
     }
 }

@@ -229,7 +229,7 @@ impl World {
             state.tally.duplicates += 1;
             let twin_id = state.name_call();
             // Nobody listens to the twin: it hangs up some time later.
-            let delay = state.delay() + state.delay();
+            let delay = state.delay() + state.dice.time(Duration::ZERO, network.max_echo);
             state.post(now + delay, Packet::Call { engine, id: twin_id, call: Box::new(twin) });
             let later = delay + state.delay() * 3 + Duration::from_millis(200);
             state.post(now + later, Packet::HangUp { engine, id: twin_id });
@@ -415,11 +415,12 @@ impl World {
             state.healed = true;
             let max_delay = Duration::from_millis(1);
             state.network = NetworkFaults {
-                max_delay,
+                max_delay: Duration::from_millis(1),
                 lose_call: 0.0,
                 lose_answer: 0.0,
                 break_stream: 0.0,
                 duplicate: 0.0,
+                max_echo: Duration::ZERO,
             };
         }
         for engine in 0..self.wakes.len() {
