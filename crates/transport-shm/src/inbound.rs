@@ -69,17 +69,22 @@ impl Inbound {
         self.link.as_mut().map_or(Ok(()), Link::flush)
     }
 
-    /// Reads and handles at most `max_packets` packets; says whether there may be more.
-    pub(crate) fn read(&mut self, shared: &Shared, max_packets: usize) -> Result<bool, LinkError> {
+    /// Reads and handles at most `max_packets` packets, and none behind `Hello`: before a claim is let in, its writer's exit
+    /// must be watched for. What is left is read in the next round.
+    pub(crate) fn read(&mut self, shared: &Shared, max_packets: usize) -> Result<(), LinkError> {
+        let was_known = self.writer.is_some();
         for _ in 0..max_packets {
-            let Some(link) = self.link.as_mut() else { return Ok(false) };
+            let Some(link) = self.link.as_mut() else { return Ok(()) };
             match link.receive()? {
-                None => return Ok(false),
+                None => return Ok(()),
                 Some(None) => {}
                 Some(Some(received)) => self.handle(shared, received.frame)?,
             }
+            if self.writer.is_some() != was_known {
+                return Ok(());
+            }
         }
-        Ok(true)
+        Ok(())
     }
 
     /// Tells a writer to stop, if its claim is still open.

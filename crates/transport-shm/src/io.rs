@@ -235,8 +235,8 @@ impl Io {
             }
             Some(Conn::In(inbound)) => {
                 let was_known = inbound.writer().is_some();
-                let result = inbound.flush().and_then(|()| inbound.read(&self.shared, MAX_PACKETS).map(drop));
-                if !was_known && result.is_ok() { self.watch_writer(id) } else { result }
+                let result = inbound.flush().and_then(|()| inbound.read(&self.shared, MAX_PACKETS));
+                if was_known { result } else { result.and_then(|()| self.watch_writer(id)) }
             }
         };
         for notice in notices {

@@ -327,3 +327,20 @@ fn one_connection_serves_many_claims() {
     }
     poll_for(&mut transport, &mut Vec::new(), &TransportEvent::Released { generation: G, fenced: false });
 }
+
+#[test]
+fn a_sender_that_says_all_at_once_and_hangs_up_is_still_awaited() {
+    let (mut transport, _memory) = receiver(ShmConfig::default());
+    let mut link = Link::connect(&socket_name(&transport)).unwrap();
+    link.send(&hello(), Vec::new()).unwrap();
+    link.send(&open(1), Vec::new()).unwrap();
+    drop(link);
+    let mut seen = Vec::new();
+    poll_for(&mut transport, &mut seen, &lost(false));
+    transport.revoke(G);
+    for _ in 0..100 {
+        transport.poll(Duration::ZERO, &mut seen);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(seen, [lost(false)], "this process, which connected, lives");
+}

@@ -3,6 +3,8 @@
 //! The writers are this test binary again, started with the test `writer_process` alone and told what to do by a line on
 //! their standard input.
 
+#![allow(clippy::unwrap_used, reason = "the helpers of a test may unwrap as the test itself does")]
+
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
@@ -227,6 +229,27 @@ const RELEASED: TransportEvent = TransportEvent::Released { generation: G, fence
 
 fn lost() -> TransportEvent {
     TransportEvent::Lost { generation: G, range: whole(), corrupt: false }
+}
+
+/// All that a writer had sent may wait in the socket when its exit is seen: it counts before the fence falls, and it is
+/// fenced although nothing of it was read while it lived.
+#[test]
+fn the_last_words_of_a_dead_writer_count() {
+    for _ in 0..20 {
+        let mut receiver = Receiver::new(ShmConfig::default());
+        let mut writer = receiver.start_writer(64 << 10, "hold");
+        writer.wait_for("put");
+        writer.signal(Signal::KILL);
+        writer.child.wait().unwrap();
+        for _ in 0..10 {
+            pause();
+        }
+        receiver.transport.revoke(G);
+        receiver.poll_until("the release", |receiver| {
+            receiver.events.iter().any(|event| matches!(event, TransportEvent::Released { .. }))
+        });
+        receiver.reuse_and_check();
+    }
 }
 
 #[test]
