@@ -48,10 +48,12 @@ def main() -> int:
     parser.add_argument("--model", help="the model to ask (the first one served)")
     parser.add_argument("--prompt", default="What is the capital of France?", help="what to ask (%(default)s)")
     parser.add_argument("--complete", default="The capital of France is", help="what to complete (%(default)s)")
+    parser.add_argument("--pattern", help="how a router serves it: data_parallel, prefill_decode, balanced:0.25 …")
     parser.add_argument("--max-tokens", type=int, default=64, help="the longest answer, in tokens (%(default)s)")
     arguments = parser.parse_args()
 
-    client = openai.OpenAI(base_url=arguments.base_url, api_key="none")
+    headers = {"x-microserving-pattern": arguments.pattern} if arguments.pattern else None
+    client = openai.OpenAI(base_url=arguments.base_url, api_key="none", default_headers=headers)
     try:
         model = arguments.model or client.models.list().data[0].id
         print(f"== {model} is asked: {arguments.prompt}")

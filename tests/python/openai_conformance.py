@@ -22,14 +22,24 @@ MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 # No model ends an answer before this, so lengths are certain.
 NO_END = {"ignore_eos": True}
 
+# Chooses how a router serves a request, and tells how it was served.
+PATTERN_HEADER = "x-microserving-pattern"
+
 CHECKS: list[Callable[["Server"], None]] = []
 
 
 class Server:
     """The server under test and the model to ask."""
 
-    def __init__(self, base_url: str, model: str | None, timeout: float) -> None:
-        self.client = openai.OpenAI(base_url=base_url, api_key="none", timeout=timeout, max_retries=0)
+    def __init__(self, base_url: str, model: str | None, pattern: str | None, timeout: float) -> None:
+        self.pattern = pattern
+        self.client = openai.OpenAI(
+            base_url=base_url,
+            api_key="none",
+            timeout=timeout,
+            max_retries=0,
+            default_headers={PATTERN_HEADER: pattern} if pattern else None,
+        )
         self.model = model or self.client.models.list().data[0].id
 
     def complete(self, **fields):
@@ -367,6 +377,18 @@ def request_ids(server: Server) -> None:
     assert create(**fields).headers.get("x-request-id"), "no x-request-id"
 
 
+@check
+def pattern(server: Server) -> None:
+    """The pattern asked for is the one that served."""
+    for create, fields in (
+        (server.client.chat.completions.with_raw_response.create, {"messages": MESSAGES}),
+        (server.client.completions.with_raw_response.create, {"prompt": PROMPT}),
+    ):
+        answer = create(model=server.model, max_tokens=1, **fields)
+        if server.pattern:
+            equal(answer.headers.get(PATTERN_HEADER), server.pattern, PATTERN_HEADER)
+
+
 # --- Refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -424,17 +446,21 @@ def still_serving(server: Server) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check a server with the openai client.")
-    parser.add_argument("base_url", help="where the API is, e.g. http://127.0.0.1:8000/v1")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("base_url", nargs="?", help="where the API is, e.g. http://127.0.0.1:8000/v1")
+    where.add_argument("--base-url", dest="base_url_option", metavar="URL", help="the same as an option")
     parser.add_argument("--model", help="the model to ask (the first one served)")
+    parser.add_argument("--pattern", help="the pattern a router is asked to serve every request by")
     parser.add_argument("--timeout", type=float, default=60, help="seconds a request may take (%(default)s)")
     parser.add_argument("--only", default="", help="run only the checks whose name contains this")
     parser.add_argument("--trace", action="store_true", help="print where a check failed")
     arguments = parser.parse_args()
 
+    base_url = arguments.base_url or arguments.base_url_option
     try:
-        server = Server(arguments.base_url, arguments.model, arguments.timeout)
+        server = Server(base_url, arguments.model, arguments.pattern, arguments.timeout)
     except openai.APIConnectionError as error:
-        print(f"no server answers at {arguments.base_url}: {error.__cause__ or error}", file=sys.stderr)
+        print(f"no server answers at {base_url}: {error.__cause__ or error}", file=sys.stderr)
         return 1
     checks = [function for function in CHECKS if arguments.only in function.__name__]
     if not checks:
@@ -452,7 +478,7 @@ def main() -> int:
                 traceback.print_exc()
         else:
             print(f"ok   {function.__name__}: {description}", flush=True)
-    print(f"{len(checks) - failures} of {len(checks)} checks hold for {server.model} at {arguments.base_url}")
+    print(f"{len(checks) - failures} of {len(checks)} checks hold for {server.model} at {base_url}")
     return 1 if failures else 0
 
 
