@@ -8,7 +8,7 @@ use microserving_protocol::{Attempt, CallOptions};
 
 use crate::abort::AbortQueue;
 use crate::engine::InFlight;
-use crate::placement::Choice;
+use crate::placement::{Choice, Job};
 use crate::stats::StatsCell;
 use crate::{Cluster, Engine, Error, Metrics, Placement, Request, Seat};
 
@@ -40,7 +40,7 @@ impl Ctx {
     pub fn decoder(&self, request: &Request) -> Result<Seat, Error> {
         let mut engines = self.shared.cluster.decoders(request.model());
         self.leave_out_failed(&mut engines);
-        let choice = self.shared.placement.choose(&engines, request, request.len());
+        let choice = self.shared.placement.choose(Job::Decode, &engines, request, request.len());
         let choice = choice.ok_or(Error::NoEngine { job: "decode" })?;
         Ok(self.sit(choice, request.len()))
     }
@@ -55,7 +55,7 @@ impl Ctx {
         engines.retain(|engine| {
             engine.number() != decoder.engine().number() && engine.exchanges_with(decoder.engine())
         });
-        let choice = self.shared.placement.choose(&engines, request, request.len())?;
+        let choice = self.shared.placement.choose(Job::Prefill, &engines, request, request.len())?;
         Some(self.sit(choice, request.len()))
     }
 

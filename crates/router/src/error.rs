@@ -23,6 +23,14 @@ pub enum Error {
         /// What it would have done: `decode` or `prefill`.
         job: &'static str,
     },
+    /// Fewer engines are ready than were waited for.
+    #[error("{ready} of {wanted} engines are ready")]
+    NotReady {
+        /// Ready engines.
+        ready: usize,
+        /// Engines waited for.
+        wanted: usize,
+    },
     /// The engine gave the sequence up and wants it to be run again.
     #[error("{engine} preempted the request")]
     Preempted {
@@ -62,7 +70,7 @@ impl Error {
             }
             Self::Call { source, .. } => source.is_worth_another_engine(),
             Self::Preempted { .. } | Self::Incomplete { .. } => true,
-            Self::NoEngine { .. } | Self::Deadline | Self::Api(_) => false,
+            Self::NoEngine { .. } | Self::NotReady { .. } | Self::Deadline | Self::Api(_) => false,
         }
     }
 
@@ -77,7 +85,7 @@ impl Error {
                 ClientError::Timeout { .. } => "timeout",
                 _ => "malformed",
             },
-            Self::NoEngine { .. } => "no_engine",
+            Self::NoEngine { .. } | Self::NotReady { .. } => "no_engine",
             Self::Preempted { .. } => "preempted",
             Self::Incomplete { .. } => "incomplete",
             Self::Deadline => "deadline",
@@ -94,7 +102,9 @@ impl Error {
                 ApiError::unavailable(self.to_string(), soon).with_code("engines_disagree")
             }
             Self::Call { source, .. } => source.to_api_error(),
-            Self::NoEngine { .. } => ApiError::unavailable(self.to_string(), soon).with_code("no_engine"),
+            Self::NoEngine { .. } | Self::NotReady { .. } => {
+                ApiError::unavailable(self.to_string(), soon).with_code("no_engine")
+            }
             Self::Preempted { .. } | Self::Incomplete { .. } => ApiError::unavailable(self.to_string(), soon),
             Self::Deadline => ApiError::timeout(self.to_string()),
             Self::Api(error) => (**error).clone(),

@@ -41,8 +41,17 @@ impl FromStr for PlacementPolicy {
 #[derive(Debug, Default)]
 pub struct Placement {
     policy: PlacementPolicy,
-    turn: AtomicUsize,
+    /// One counter a job: with a common one, two engines that take turns at both jobs would never change places.
+    decode_turn: AtomicUsize,
+    prefill_turn: AtomicUsize,
     index: Mutex<PrefixIndex>,
+}
+
+/// What an engine is chosen for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Job {
+    Decode,
+    Prefill,
 }
 
 /// An engine that was chosen.
@@ -61,13 +70,23 @@ impl Placement {
     }
 
     /// Chooses one of `candidates` to hold the first `end` tokens of a request; nothing if there is none.
-    pub(crate) fn choose(&self, candidates: &[Arc<Engine>], request: &Request, end: u32) -> Option<Choice> {
+    pub(crate) fn choose(
+        &self,
+        job: Job,
+        candidates: &[Arc<Engine>],
+        request: &Request,
+        end: u32,
+    ) -> Option<Choice> {
         if candidates.is_empty() {
             return None;
         }
         let hints = self.hints(candidates, request, end);
         // Starting each search one further makes equals take turns.
-        let start = self.turn.fetch_add(1, Ordering::Relaxed);
+        let turn = match job {
+            Job::Decode => &self.decode_turn,
+            Job::Prefill => &self.prefill_turn,
+        };
+        let start = turn.fetch_add(1, Ordering::Relaxed);
         let turns = (0..candidates.len()).map(|i| (start + i) % candidates.len());
         let chosen = match self.policy {
             PlacementPolicy::RoundRobin => start % candidates.len(),

@@ -1,2 +1,14 @@
-//! Placeholder.
-fn main() {}
+//! `routerd`: OpenAI's API over any number of engines.
+//!
+//! Reads its options, builds the router, and runs until it is told to stop. It never starts engines itself.
+
+#![forbid(unsafe_code)]
+
+mod options;
+mod run;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    microserving_daemon::run_daemon(run::run)
+}

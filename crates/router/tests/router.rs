@@ -1,0 +1,17 @@
+//! The router over scripted engines.
+
+#[path = "router/fake.rs"]
+mod fake;
+
+#[path = "router/answers.rs"]
+mod answers;
+#[path = "router/cancel.rs"]
+mod cancel;
+#[path = "router/failures.rs"]
+mod failures;
+#[path = "router/headers.rs"]
+mod headers;
+#[path = "router/patterns.rs"]
+mod patterns;
+#[path = "router/placing.rs"]
+mod placing;

@@ -1,0 +1,99 @@
+//! From options to a running router, and back to nothing.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use microserving_client::HttpEngineClient;
+use microserving_daemon::{Health, HttpServer, Refused, Shutdown};
+use microserving_router::{EngineSpec, PromptCodec, Role, RouterConfig, RouterService};
+use microserving_text::TextBundle;
+use tokio::task::spawn_blocking;
+use tracing::info;
+
+use crate::options::Options;
+
+/// Between two lines of the log that say what the start waits for.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Runs the daemon until it is told to stop.
+pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
+    let engines = engines(&options)?;
+    let mut config = RouterConfig::new(engines);
+    config.pattern = options.pattern.clone();
+    config.placement = options.placement;
+    config.request_timeout = options.request_timeout_seconds;
+    config.max_in_flight = options.max_in_flight as usize;
+    config.codec = codec(&options).await?;
+    let num_engines = config.engines.len();
+
+    let health = Health::new();
+    let server = HttpServer::bind(&options.listen, &options.daemon, health.clone(), shutdown.clone()).await?;
+    let (service, tasks) = RouterService::start(config).map_err(|error| Refused(error.to_string()))?;
+    server.install(service.http());
+    info!(address = %server.address(), num_engines, pattern = %service.patterns().current(), "routing");
+
+    tokio::select! {
+        () = wait_ready(&service, options.min_engines as usize, &health) => {
+            health.ready();
+            info!(address = %server.address(), "ready");
+            shutdown.begun().await;
+        }
+        () = shutdown.begun() => {}
+    }
+    health.draining();
+    server.finished().await;
+    // Streams that the drain cut off have put their aborts into the queue by now.
+    tasks.stop().await;
+    info!("stopped");
+    Ok(())
+}
+
+/// Waits until engines and tokenizers are there, however long that takes: engines may well start after their router.
+async fn wait_ready(service: &RouterService, min_engines: usize, health: &Health) {
+    health.starting(format!("waiting for {min_engines} engine(s)"));
+    while let Err(error) = service.wait_ready(min_engines, PATIENCE).await {
+        let mut reason = error.to_string();
+        if let Some(source) = std::error::Error::source(&error) {
+            reason = format!("{reason}: {source}");
+        }
+        info!(min_engines, reason, "still waiting for engines");
+        health.starting(format!("waiting for {min_engines} engine(s): {reason}"));
+    }
+}
+
+fn engines(options: &Options) -> Result<Vec<EngineSpec>> {
+    let roles =
+        [(&options.engine, Role::Any), (&options.prefill, Role::Prefill), (&options.decode, Role::Decode)];
+    let mut specs: Vec<EngineSpec> = Vec::new();
+    for (urls, role) in roles {
+        for url in urls {
+            let client = HttpEngineClient::new(url).map_err(|error| Refused(error.to_string()))?;
+            let spec = EngineSpec::new(Arc::new(client), role);
+            if specs.iter().any(|known| known.calls.name() == spec.calls.name()) {
+                return Err(Refused(format!("the engine {url} is given twice")).into());
+            }
+            specs.push(spec);
+        }
+    }
+    if specs.is_empty() {
+        return Err(Refused("no engines: give --engine, or --prefill and --decode".into()).into());
+    }
+    if specs.iter().all(|spec| spec.role == Role::Prefill) {
+        return Err(Refused("no engine may decode: give --decode or --engine beside --prefill".into()).into());
+    }
+    if (options.min_engines as usize) > specs.len() {
+        let message = format!("min_engines is {}, only {} are given", options.min_engines, specs.len());
+        return Err(Refused(message).into());
+    }
+    Ok(specs)
+}
+
+async fn codec(options: &Options) -> Result<Option<Arc<dyn PromptCodec>>> {
+    let Some(path) = options.tokenizer.clone() else { return Ok(None) };
+    let shown = path.display().to_string();
+    let load = move || TextBundle::load(&path, "any").and_then(|bundle| bundle.build());
+    let model = spawn_blocking(load).await.context("loading the tokenizer panicked")?;
+    let model = model.with_context(|| format!("the tokenizer {shown} cannot be used"))?;
+    Ok(Some(Arc::new(model)))
+}
