@@ -390,7 +390,11 @@ impl KvCache {
         let mut holding = self.match_prefix(salt, tokens).holding;
         let matched = num_tokens(holding.num_shared, self.config.page_size);
         let num_pages = self.pages_for(capacity) - self.pages_for(matched);
-        self.make_room(num_pages)?;
+        if let Err(no_room) = self.make_room(num_pages) {
+            drop(holding);
+            self.collect();
+            return Err(no_room);
+        }
         let range = KvRange::new(matched, end).expect("a match is no longer than the tokens");
         let generation = Generation(self.next_generation);
         self.next_generation += 1;

@@ -81,7 +81,8 @@ pub fn check_idle(cache: &mut KvCache) -> Result<(), Violation> {
     })
 }
 
-/// Checks invariant 8, given the pages of every live handle, [`crate::ReplacedPages`] left out.
+/// Checks invariant 8, given the pages of every live handle ([`crate::ReplacedPages::old_pages`] included).
+/// Handles dropped since the last verb still count as live; [`KvCache::collect`] first.
 ///
 /// # Errors
 /// The first violation found.

@@ -97,6 +97,12 @@ impl ReplacedPages {
         self.new.len()
     }
 
+    /// Returns the pages that were replaced, and that this holds.
+    #[must_use]
+    pub fn old_pages(&self) -> &[PageId] {
+        &self.old.pages
+    }
+
     /// Returns `(index in the table, old page, new page)` for each replaced page.
     pub fn iter(&self) -> impl Iterator<Item = (usize, PageId, PageId)> {
         let pairs = self.old.pages.iter().zip(&self.new).enumerate();
