@@ -1,7 +1,7 @@
 //! A cluster in virtual time, under seeded faults, with everything checked after every step.
 //!
 //! ```text
-//!  programs (router) ──calls──▶ World: delays, loss, breaks ──▶ Engine::step ── toy executor
+//!  router, programs ── calls ──▶ World: delays, loss, breaks ──▶ Engine::step ── toy executor
 //!                                                                   │
 //!                                  LoopbackHub: late, lost and reordered one-sided writes
 //! ```
@@ -12,6 +12,7 @@
 //!
 //! [`run`] is one run; [`run_every_point`] puts one fault at each place of a run without faults, one after the other.
 
+mod front;
 mod history;
 mod node;
 mod options;
@@ -21,6 +22,7 @@ mod report;
 mod request;
 mod spy;
 mod trouble;
+mod wire;
 mod world;
 
 use std::sync::{Arc, PoisonError};
@@ -33,6 +35,7 @@ use tokio::task::JoinHandle;
 pub use options::{NetworkFaults, SimOptions, TransferFaults};
 pub use report::{Invariant, Report, Tally, Violation};
 
+use self::front::Ended;
 use self::node::Inspection;
 use self::oracle::Oracle;
 use self::program::{Failure, Program};
@@ -99,12 +102,13 @@ async fn simulate(seed: u64, options: SimOptions) -> Report {
     let hub = LoopbackHub::with(transfer_faults(seed, &options), options.transfers.checksums);
     let longest = options.max_prompt + options.max_output + 1;
     let oracle = Oracle::new(node::toy_config(&options), longest);
-    let world = World::new(options, hub, oracle, dice.split(2));
+    let world = World::new(seed, options, hub, oracle);
     let services =
         [tokio::spawn(Arc::clone(&world).run_network()), tokio::spawn(Arc::clone(&world).run_hub())];
     for engine in 0..world.options.num_engines {
         node::start(&world, engine);
     }
+    world.start_router();
     let mut requests = draw_requests(&world, &mut dice.split(3));
     requests.sort_by_key(|request| request.arrives);
     trouble::start(&world, &dice.split(4));
@@ -117,6 +121,7 @@ async fn simulate(seed: u64, options: SimOptions) -> Report {
     for service in services {
         service.abort();
     }
+    world.dismiss_router();
     let state = world.state();
     Report {
         seed,
@@ -142,7 +147,8 @@ fn transfer_faults(seed: u64, options: &SimOptions) -> LoopbackFaults {
 fn draw_requests(world: &World, dice: &mut Dice) -> Vec<Request> {
     (0..world.options.num_requests)
         .map(|number| {
-            let arrives = dice.time(Duration::ZERO, world.options.fault_phase);
+            // By then the router has seen its engines.
+            let arrives = dice.time(Duration::from_millis(50), world.options.fault_phase);
             let mut request = draw_request(world, dice, format!("request-{number}"));
             request.arrives = arrives;
             if dice.chance(world.options.cancel) {
@@ -168,14 +174,11 @@ fn draw_request(world: &World, dice: &mut Dice, name: String) -> Request {
         }
     };
     let share = dice.pick(&[0.1, 0.25, 0.5, 1.0]);
-    let pattern = dice.pick(&[
-        Pattern::DataParallel,
-        Pattern::PrefillDecode,
-        Pattern::PrefillDecode,
-        Pattern::Balanced(share),
-        Pattern::TwoSenders,
-        Pattern::Migrate,
-    ]);
+    let by_router = dice.chance(options.by_router);
+    let known_to_all = [Pattern::DataParallel, Pattern::PrefillDecode, Pattern::Balanced(share)];
+    let known_to_us =
+        [Pattern::PrefillDecode, Pattern::Balanced(share), Pattern::TwoSenders, Pattern::Migrate];
+    let pattern = if by_router { dice.pick(&known_to_all) } else { dice.pick(&known_to_us) };
     let salt: Arc<str> = if dice.chance(0.1) { "tenant".into() } else { "".into() };
     let mut oracle = world.oracle.lock().unwrap_or_else(PoisonError::into_inner);
     let reference = Arc::new(oracle.run(&prompt, &sampling, max_output, &salt));
@@ -186,6 +189,7 @@ fn draw_request(world: &World, dice: &mut Dice, name: String) -> Request {
         max_output,
         salt,
         pattern,
+        by_router,
         arrives: Duration::ZERO,
         leaves_after: None,
         reference,
@@ -197,6 +201,8 @@ fn draw_request(world: &World, dice: &mut Dice, name: String) -> Request {
 enum Outcome {
     Done,
     Failed(Failure),
+    /// By the real router.
+    Refused(Ended),
     Left,
     RouterDied,
 }
@@ -204,48 +210,69 @@ enum Outcome {
 /// A client in a task of its own, which outlives the router's.
 fn spawn_client(world: &Arc<World>, request: Request, dice: Dice) -> (String, JoinHandle<Outcome>) {
     let name = request.name.clone();
-    let known_as = name.clone();
     let world = Arc::clone(world);
-    let leaves_by_abort = dice.split(1).chance(0.5);
     let client = tokio::spawn(async move {
         tokio::time::sleep_until(world.at(request.arrives)).await;
-        let leaves_after = request.leaves_after;
-        let program = tokio::spawn(Program::new(Arc::clone(&world), request, dice).run());
-        let router_task = program.abort_handle();
-        world.state().router_tasks.push(router_task.clone());
-        let left = async {
-            match leaves_after {
-                Some(after) => tokio::time::sleep(after).await,
-                None => std::future::pending().await,
-            }
-        };
-        let outcome = tokio::select! {
-            biased;
-            ended = program => match ended {
-                Ok(Ok(())) => Outcome::Done,
-                Ok(Err(failure)) => Outcome::Failed(failure),
-                Err(_) => Outcome::RouterDied,
-            },
-            () = left => {
-                if leaves_by_abort {
-                    // The streams stay open meanwhile: whatever they still yield is held against the engine.
-                    let all: Vec<_> = (0..world.options.num_engines).collect();
-                    program::abort(&world, &name, &all, LAST_ATTEMPT).await;
-                    tokio::time::sleep(Duration::from_millis(100)).await;
-                }
-                router_task.abort();
-                Outcome::Left
-            }
+        let outcome = if request.by_router {
+            use_router(&world, request).await
+        } else {
+            use_program(&world, request, dice).await
         };
         let mut state = world.state();
         match outcome {
             Outcome::Done => state.tally.done += 1,
-            Outcome::Failed(_) | Outcome::RouterDied => state.tally.failed += 1,
+            Outcome::Failed(_) | Outcome::Refused(_) | Outcome::RouterDied => state.tally.failed += 1,
             Outcome::Left => state.tally.cancelled += 1,
         }
         outcome
     });
-    (known_as, client)
+    (name, client)
+}
+
+async fn use_router(world: &Arc<World>, request: Request) -> Outcome {
+    let ended = match request.leaves_after {
+        None => Ok(front::ask(world, &request).await),
+        Some(after) => tokio::time::timeout(after, front::ask(world, &request)).await,
+    };
+    match ended {
+        Ok(Ended::Done) => Outcome::Done,
+        Ok(Ended::RouterDied) => Outcome::RouterDied,
+        Ok(ended) => Outcome::Refused(ended),
+        Err(_) => Outcome::Left,
+    }
+}
+
+async fn use_program(world: &Arc<World>, request: Request, dice: Dice) -> Outcome {
+    let name = request.name.clone();
+    let leaves_by_abort = dice.split(1).chance(0.5);
+    let leaves_after = request.leaves_after;
+    let program = tokio::spawn(Program::new(Arc::clone(world), request, dice).run());
+    let router_task = program.abort_handle();
+    world.state().router_tasks.push(router_task.clone());
+    let left = async {
+        match leaves_after {
+            Some(after) => tokio::time::sleep(after).await,
+            None => std::future::pending().await,
+        }
+    };
+    tokio::select! {
+        biased;
+        ended = program => match ended {
+            Ok(Ok(())) => Outcome::Done,
+            Ok(Err(failure)) => Outcome::Failed(failure),
+            Err(_) => Outcome::RouterDied,
+        },
+        () = left => {
+            if leaves_by_abort {
+                // The streams stay open meanwhile: whatever they still yield is held against the engine.
+                let all: Vec<_> = (0..world.options.num_engines).collect();
+                program::abort(world, &name, &all, LAST_ATTEMPT).await;
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+            router_task.abort();
+            Outcome::Left
+        }
+    }
 }
 
 /// Heals everything and requires that everything ends, that new requests succeed, and that nothing is left.
@@ -265,6 +292,12 @@ async fn settle(world: &Arc<World>, clients: Vec<(String, JoinHandle<Outcome>)>,
     for engine in 0..world.options.num_engines {
         inspect(world, engine).await;
     }
+    if let Some(leftovers) = world.router_leftovers() {
+        world.violate(Invariant::LoadCounts, format!("the router still counts {leftovers}"));
+    }
+    // Nobody looks at engines any more, so no connection is open for that.
+    world.dismiss_router();
+    tokio::time::sleep(Duration::from_secs(1)).await;
     let open = world.num_open_calls();
     if open > 0 {
         world.violate(Invariant::Ends, format!("{open} connections are still open"));
@@ -289,18 +322,20 @@ async fn rest(world: &World) {
 /// Sends one request of each pattern; without faults and load each must be answered completely.
 async fn probe(world: &Arc<World>, dice: &mut Dice) {
     let patterns = [
-        Pattern::DataParallel,
-        Pattern::PrefillDecode,
-        Pattern::Balanced(0.3),
-        Pattern::TwoSenders,
-        Pattern::Migrate,
+        (Pattern::DataParallel, true),
+        (Pattern::PrefillDecode, true),
+        (Pattern::Balanced(0.3), true),
+        (Pattern::DataParallel, false),
+        (Pattern::PrefillDecode, false),
+        (Pattern::TwoSenders, false),
+        (Pattern::Migrate, false),
     ];
-    for (number, pattern) in patterns.into_iter().enumerate() {
+    for (number, (pattern, by_router)) in patterns.into_iter().enumerate() {
         if world.is_broken() {
             return;
         }
         let mut request = draw_request(world, dice, format!("probe-{number}"));
-        request.pattern = pattern;
+        (request.pattern, request.by_router) = (pattern, by_router);
         request.arrives = world.now();
         let (name, client) = spawn_client(world, request, dice.split(number as u64));
         match tokio::time::timeout(SETTLE, client).await {

@@ -18,6 +18,12 @@ use super::{Invariant, SimOptions};
 /// How long an engine that waits for nothing sleeps; anything that concerns it wakes it.
 const FOREVER: Duration = Duration::from_secs(3600);
 
+/// The name of the model that everyone serves.
+pub(crate) const MODEL: &str = "toy";
+
+/// The longest sequence, in tokens.
+pub(crate) const MAX_CONTEXT: u32 = 4096;
+
 /// Steps between two checks of all page books.
 const BOOK_CHECK_EVERY: u64 = 4;
 
@@ -28,7 +34,8 @@ pub(crate) fn toy_config(options: &SimOptions) -> ToyConfig {
         num_layers: 2,
         num_kv_heads: 1,
         head_dim: 1,
-        max_context: 4096,
+        model: MODEL.into(),
+        max_context: MAX_CONTEXT,
         eos_one_in: 24,
         step_time: options.step_time,
         token_time: Duration::from_micros(100),

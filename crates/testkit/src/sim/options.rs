@@ -14,6 +14,9 @@ pub struct SimOptions {
     pub num_engines: usize,
     /// Requests while faults are on.
     pub num_requests: u32,
+    /// The share of them that the real router serves. Programs of the simulation's own serve the others: they are ruder, and
+    /// know more patterns.
+    pub by_router: f64,
     /// How long faults are on; requests arrive all along.
     pub fault_phase: Duration,
     /// Tokens in a page.
@@ -103,6 +106,7 @@ impl SimOptions {
         Self {
             num_engines: 3,
             num_requests: 24,
+            by_router: 0.5,
             fault_phase: Duration::from_secs(3),
             page_size: 4,
             num_pages: 64,
@@ -182,6 +186,7 @@ impl SimOptions {
         Self {
             num_engines: 3,
             num_requests: dice.range(12, 28) as u32,
+            by_router: dice.pick(&[0.2, 0.5, 0.8]),
             fault_phase: dice.millis(1500, 4000),
             page_size: dice.pick(&[2, 4, 4, 8]),
             num_pages: dice.range(28, 72) as u32,

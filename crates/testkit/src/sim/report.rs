@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-/// The invariants that a run checks. I8 is the router's own and is checked where its guards are.
+/// The invariants that a run checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Invariant {
     /// I1: pages by state add up; at rest none is reserved, owned or quarantined.
@@ -20,7 +20,9 @@ pub enum Invariant {
     Ends,
     /// I7: nothing that was given up comes back to life.
     GivenUpStaysSo,
-    /// An engine panicked.
+    /// I8: at rest the router counts nothing as in flight.
+    LoadCounts,
+    /// Nothing panicked.
     NoPanic,
 }
 
@@ -34,6 +36,7 @@ impl Invariant {
             Self::OneAttempt => "I5",
             Self::Ends => "I6",
             Self::GivenUpStaysSo => "I7",
+            Self::LoadCounts => "I8",
             Self::NoPanic => "panic",
         }
     }

@@ -33,6 +33,8 @@ pub(crate) struct Request {
     pub(crate) max_output: u32,
     pub(crate) salt: Arc<str>,
     pub(crate) pattern: Pattern,
+    /// Served by the real router, or by a program of the simulation's own.
+    pub(crate) by_router: bool,
     pub(crate) arrives: Duration,
     /// When the client goes away, counted from its arrival.
     pub(crate) leaves_after: Option<Duration>,
@@ -67,23 +69,29 @@ impl Received {
     pub(crate) fn take(&mut self, event: &GenerateEvent) -> Result<(), String> {
         let GenerateEvent::Token { index, token, finish, .. } = event else { return Ok(()) };
         let next = self.tokens.len();
-        if self.finish.is_some() {
-            return Err(format!("a token with index {index} follows the last"));
-        }
         if *index as usize != next {
             return Err(format!("index {index} came where {next} was due"));
         }
-        let expected = self.reference.tokens.get(next);
-        if expected != Some(token) {
+        self.take_token(*token, *finish)
+    }
+
+    /// Takes the next token; returns what is wrong with it.
+    pub(crate) fn take_token(&mut self, token: TokenId, finish: Option<FinishReason>) -> Result<(), String> {
+        let index = self.tokens.len();
+        if self.finish.is_some() {
+            return Err(format!("token {token} follows the last"));
+        }
+        let expected = self.reference.tokens.get(index);
+        if expected != Some(&token) {
             return Err(format!("token {index} is {token}, a single engine says {expected:?}"));
         }
-        self.tokens.push(*token);
-        let is_last = next + 1 == self.reference.tokens.len();
+        self.tokens.push(token);
+        let is_last = index + 1 == self.reference.tokens.len();
         let expected = is_last.then_some(self.reference.finish);
-        if *finish != expected {
+        if finish != expected {
             return Err(format!("token {index} ends with {finish:?}, a single engine says {expected:?}"));
         }
-        self.finish = *finish;
+        self.finish = finish;
         Ok(())
     }
 }

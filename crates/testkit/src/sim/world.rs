@@ -20,8 +20,9 @@ use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
+use super::front::Front;
 use super::history::History;
-use super::node::Inspection;
+use super::node::{Inspection, MAX_CONTEXT};
 use super::oracle::Oracle;
 use super::{FaultPoint, Invariant, NetworkFaults, SimOptions, Tally, Violation};
 use crate::Dice;
@@ -122,11 +123,14 @@ pub(crate) struct World {
     pub(crate) hub_changed: Notify,
     network_changed: Notify,
     began: Instant,
+    pub(crate) seed: u64,
     state: Mutex<State>,
+    front: Mutex<(u64, Option<Front>)>,
 }
 
 impl World {
-    pub(crate) fn new(options: SimOptions, hub: LoopbackHub, oracle: Oracle, dice: Dice) -> Arc<Self> {
+    pub(crate) fn new(seed: u64, options: SimOptions, hub: LoopbackHub, oracle: Oracle) -> Arc<Self> {
+        let dice = Dice::new(seed).split(2);
         let num_engines = options.num_engines;
         let state = State {
             dice,
@@ -153,7 +157,9 @@ impl World {
             hub_changed: Notify::new(),
             network_changed: Notify::new(),
             began: Instant::now(),
+            seed,
             state: Mutex::new(state),
+            front: Mutex::default(),
         })
     }
 
@@ -193,7 +199,7 @@ impl World {
     }
 
     /// Passes a place where a fault may be put, and puts it there if this is the place.
-    pub(crate) fn pass_point(&self) {
+    pub(crate) fn pass_point(self: &Arc<Self>) {
         let fault = {
             let mut state = self.state();
             if state.healed {
@@ -293,7 +299,7 @@ impl World {
     }
 
     /// Sends what an engine wants told.
-    pub(crate) fn tell(&self, effect: Effect) {
+    pub(crate) fn tell(self: &Arc<Self>, effect: Effect) {
         self.pass_point();
         let now = self.now();
         let mut state = self.state();
@@ -395,8 +401,46 @@ impl World {
         self.network_changed.notify_one();
     }
 
-    /// Ends the router as `kill -9` does: its programs are gone, the kernel closes their connections.
-    pub(crate) fn kill_router(&self) {
+    /// Starts a router, if none runs.
+    pub(crate) fn start_router(self: &Arc<Self>) {
+        let mut front = self.front();
+        if front.1.is_none() {
+            front.0 += 1;
+            front.1 = Some(Front::start(self, front.0));
+        }
+    }
+
+    /// Returns the running router's routes.
+    pub(crate) fn app(&self) -> Option<axum::Router> {
+        self.front().1.as_ref().map(|front| front.service.http())
+    }
+
+    /// Says what the running router still counts as in flight.
+    pub(crate) fn router_leftovers(&self) -> Option<String> {
+        self.front().1.as_ref().and_then(Front::leftovers)
+    }
+
+    /// Lets the router go, so that the world can go: they hold each other.
+    pub(crate) fn dismiss_router(&self) {
+        let front = self.front().1.take();
+        drop(front);
+    }
+
+    fn front(&self) -> MutexGuard<'_, (u64, Option<Front>)> {
+        self.front.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn max_context(&self) -> u32 {
+        MAX_CONTEXT.min(self.options.num_pages * self.options.page_size)
+    }
+
+    /// Ends the router as `kill -9` does: its programs are gone, the kernel closes their connections. Another one takes
+    /// its place.
+    pub(crate) fn kill_router(self: &Arc<Self>) {
+        let front = self.front().1.take();
+        if let Some(front) = front {
+            front.kill();
+        }
         let tasks = {
             let mut state = self.state();
             state.tally.router_deaths += 1;
@@ -406,6 +450,7 @@ impl World {
         for task in tasks {
             task.abort();
         }
+        self.start_router();
     }
 
     /// Ends all faults of the network. Engines that are down stay down; the caller starts them.
@@ -413,7 +458,6 @@ impl World {
         {
             let mut state = self.state();
             state.healed = true;
-            let max_delay = Duration::from_millis(1);
             state.network = NetworkFaults {
                 max_delay: Duration::from_millis(1),
                 lose_call: 0.0,
