@@ -3,10 +3,12 @@
 use std::time::Duration;
 
 use microserving_kvcache::lifecycle;
+use microserving_protocol::KvRange;
+use microserving_transport::{Claim, PeerAddress};
 
 use crate::calls::Fate;
 use crate::mutants::Mutant;
-use crate::sequence::{Pages, Sequence, Slot, State, Work};
+use crate::sequence::{Delivery, Pages, Sequence, Slot, State, Work};
 use crate::{Engine, EngineError};
 
 /// Why a sequence has run out of time.
@@ -41,6 +43,7 @@ impl Engine {
         for (slot, why) in overdue {
             self.end_overdue(slot, why);
         }
+        self.renew_leases();
         if self.rules.break_by(Mutant::FreeAfterTtl) {
             let (now, ttl) = (self.now, self.config.lease);
             let old: Vec<_> = self
@@ -55,6 +58,32 @@ impl Engine {
         }
     }
 
+    /// Shows receivers that jobs which wait or compute are alive, so that leases do not run out meanwhile.
+    ///
+    /// The sign of life is a claim of no tokens: the address is presented again and nothing is written. Data that arrives is
+    /// a sign of life itself, but a job may be queued for longer than a lease before its first byte.
+    fn renew_leases(&mut self) {
+        for sequence in self.sequences.values_mut() {
+            let Work::Send(delivery) = &mut sequence.work else { continue };
+            if self.now < renewal(delivery) {
+                continue;
+            }
+            delivery.renewed = self.now;
+            let address = &delivery.address;
+            let begin = delivery.range.begin();
+            let claim = Claim {
+                peer: PeerAddress { transport: address.transport.clone(), bytes: address.peer.clone() },
+                credential: delivery.credential.clone(),
+                range: KvRange::new(begin, begin).expect("ordered"),
+            };
+            match self.transport.open(claim) {
+                // Whatever becomes of it is nobody's news: the job has its own channel.
+                Ok(channel) => self.transport.finish(channel),
+                Err(error) => tracing::debug!(%error, "a lease could not be renewed"),
+            }
+        }
+    }
+
     /// Returns when time alone makes work: the earliest deadline, lease or bound; `None` if nothing waits for time.
     ///
     /// Asks nothing of the transport: whoever drives a transport in virtual time asks that for its own next event.
@@ -63,7 +92,11 @@ impl Engine {
         let of_sequences = self.sequences.values().flat_map(|sequence| {
             times(sequence, self.config.max_wait, self.config.lease).into_iter().flatten().map(|(at, _)| at)
         });
-        of_sequences.chain(self.calls.next_sweep()).min()
+        let renewals = self.sequences.values().filter_map(|sequence| match &sequence.work {
+            Work::Send(delivery) => Some(renewal(delivery)),
+            Work::Receive(_) | Work::Generate(_) => None,
+        });
+        of_sequences.chain(renewals).chain(self.calls.next_sweep()).min()
     }
 
     fn end_overdue(&mut self, slot: Slot, why: Overdue) {
@@ -88,6 +121,11 @@ impl Engine {
             }
         }
     }
+}
+
+/// Returns when a job is to show its receiver that it is alive: three times a lease, so that one may be late.
+fn renewal(delivery: &Delivery) -> Duration {
+    delivery.renewed + (delivery.address.lease / 3).max(Duration::from_millis(1))
 }
 
 /// Returns the times at which a sequence ends if nothing happens before.

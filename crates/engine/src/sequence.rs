@@ -236,9 +236,13 @@ pub(crate) struct PendingStart {
 pub(crate) struct Delivery {
     pub(crate) range: KvRange,
     pub(crate) address: Arc<KvAddrInfo>,
+    /// The address as it came.
+    pub(crate) credential: Vec<u8>,
     pub(crate) channel: ChannelId,
     /// Who waits for the answer.
     pub(crate) calls: Vec<CallId>,
+    /// When the receiver was last shown that this job is alive.
+    pub(crate) renewed: Duration,
     /// Pages that the context cache had already when ours were committed; puts may still be reading them.
     pub(crate) replaced: Vec<ReplacedPages>,
     /// When everything was computed: the first step after it.

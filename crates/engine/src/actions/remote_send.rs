@@ -79,8 +79,10 @@ impl Engine {
             work: Work::Send(Delivery {
                 range: call.range,
                 address: Arc::new(address),
+                credential: call.kv_addr_info.clone(),
                 channel,
                 calls: vec![id],
+                renewed: self.now,
                 replaced: Vec::new(),
                 computed_at: None,
                 reply: RemoteSendReply { sent_tokens: call.range.num_tokens(), ..RemoteSendReply::default() },

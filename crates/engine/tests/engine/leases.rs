@@ -76,6 +76,37 @@ fn arriving_data_renews_the_lease() {
 }
 
 #[test]
+fn a_sender_that_has_not_begun_yet_keeps_the_lease() {
+    // One job at a time, and each computes for longer than a lease before its first byte.
+    let slow = microserving_executor::ToyConfig { step_time: 300 * MS, ..toy() };
+    let narrow =
+        microserving_engine::EngineConfig { max_batch_tokens: 16, max_running: 1, ..config("p", 64) };
+    let mut rig = Rig::with(LoopbackHub::with_checksums(), [(narrow, slow), (config("d", 64), toy())]);
+    let calls: Vec<_> = (0..3)
+        .map(|number| {
+            let prompt = crate::support::prompt_of(120, number);
+            start(Some(key(&format!("r{number}"))), &prompt, 119, 4)
+        })
+        .collect();
+    let mut running = Vec::new();
+    for call in &calls {
+        let id = call.key.clone().expect("a key");
+        let prepared = rig.prep(1, prep(id.clone(), &call.prompt, 119)).expect("prepared");
+        let address = prepared.kv_addr_info.expect("one");
+        rig.call(0, Call::RemoteSend(send(id, &call.prompt, (0, 119), &address)));
+        running.push(rig.call(1, Call::StartGenerate(Box::new(crate::support::again(call)))));
+    }
+    rig.settle();
+    assert!(rig.now > 7000 * MS, "it took {:?}", rig.now);
+    assert_eq!(rig.engines[1].counters().leases_expired, 0);
+    for (call, id) in calls.iter().zip(running) {
+        assert_eq!(rig.output(id).tokens, reference(call).tokens);
+        assert_eq!(rig.output(id).usage.expect("done").received_tokens, 119);
+    }
+    rig.assert_idle();
+}
+
+#[test]
 fn a_received_but_unclaimed_transfer_ends_too() {
     let mut rig = Rig::new(2);
     let address = rig.prep(1, prep(key("a"), &prompt(40), 39)).expect("prepared").kv_addr_info.expect("one");

@@ -94,7 +94,7 @@ fn a_sender_that_dies_is_fenced_before_its_pages_serve_again() {
         match output.error {
             // Nobody had begun to write, so there was nobody to be lost: the lease ended the wait.
             Some(error) => {
-                assert_eq!(error, EngineError::LeaseExpired { seq_id: "a".into() }, "{steps} steps")
+                assert_eq!(error, EngineError::LeaseExpired { seq_id: "a".into() }, "{steps} steps");
             }
             None => assert_eq!(output.tokens, alone.tokens, "{steps} steps"),
         }
