@@ -1,15 +1,13 @@
 //! Trying again on other engines, until the first token.
 
-use std::collections::HashSet;
 use std::future::Future;
-use std::sync::{Arc, Mutex};
 
 use futures::StreamExt;
 use microserving_client::CallContext;
 use microserving_protocol::{Attempt, CompletionAssembler, CompletionResponse};
 use tracing::warn;
 
-use crate::ctx::Shared;
+use crate::ctx::{Shared, Troubles};
 use crate::stats::StatsCell;
 use crate::{Ctx, Error, Program, Request, TokenStream};
 
@@ -101,13 +99,13 @@ struct Attempts<'a> {
     shared: &'a Shared,
     call: &'a CallContext,
     made: u32,
-    failed: Arc<Mutex<HashSet<u32>>>,
+    troubles: Troubles,
     last: Option<Error>,
 }
 
 impl<'a> Attempts<'a> {
     fn new(shared: &'a Shared, call: &'a CallContext) -> Self {
-        Self { shared, call, made: 0, failed: Arc::default(), last: None }
+        Self { shared, call, made: 0, troubles: Troubles::default(), last: None }
     }
 
     fn next(&mut self) -> Ctx {
@@ -117,7 +115,7 @@ impl<'a> Attempts<'a> {
             shared: self.shared.clone(),
             call: self.call.clone(),
             attempt,
-            failed: self.failed.clone(),
+            troubles: self.troubles.clone(),
             stats: StatsCell::default(),
         }
     }

@@ -1,6 +1,6 @@
 //! What a program has to work with.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use microserving_client::CallContext;
@@ -21,14 +21,35 @@ pub(crate) struct Shared {
     pub(crate) aborts: AbortQueue,
 }
 
+/// Engines that a request had trouble with, in this attempt or an earlier one. Clones share it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Troubles(Arc<Mutex<HashMap<u32, Trouble>>>);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Trouble {
+    /// It has no room to receive. It may still have room, or a queue, for a request that it computes itself.
+    CannotReceive,
+    /// It failed.
+    Failed,
+}
+
+impl Troubles {
+    fn of(&self, engine: &Engine) -> Option<Trouble> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).get(&engine.number()).copied()
+    }
+
+    pub(crate) fn note(&self, engine: &Engine, trouble: Trouble) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(engine.number(), trouble);
+    }
+}
+
 /// One attempt at serving one request: it finds engines, and carries identity and deadline into every call.
 #[derive(Clone, Debug)]
 pub struct Ctx {
     pub(crate) shared: Shared,
     pub(crate) call: CallContext,
     pub(crate) attempt: Attempt,
-    /// Engines that failed this request, in this attempt or an earlier one.
-    pub(crate) failed: Arc<Mutex<HashSet<u32>>>,
+    pub(crate) troubles: Troubles,
     pub(crate) stats: StatsCell,
 }
 
@@ -39,7 +60,10 @@ impl Ctx {
     /// [`Error::NoEngine`] if every engine that may decode is down or has failed this request.
     pub fn decoder(&self, request: &Request) -> Result<Seat, Error> {
         let mut engines = self.shared.cluster.decoders(request.model());
-        self.leave_out_failed(&mut engines);
+        engines.retain(|engine| self.troubles.of(engine) != Some(Trouble::Failed));
+        if engines.iter().any(|engine| self.troubles.of(engine).is_none()) {
+            engines.retain(|engine| self.troubles.of(engine).is_none());
+        }
         let choice = self.shared.placement.choose(Job::Decode, &engines, request, request.len());
         let choice = choice.ok_or(Error::NoEngine { job: "decode" })?;
         Ok(self.sit(choice, request.len()))
@@ -47,13 +71,18 @@ impl Ctx {
 
     /// Takes a seat on the best engine to prefill for `decoder`: another one, with the same KV layout.
     ///
-    /// None means that there is none just now. Then the decoder can do without: `start_generate` alone serves any request.
+    /// None means that there is none just now, or that the decoder has no room to receive. Then it can do without: `start_generate`
+    /// alone serves any request.
     #[must_use]
     pub fn prefiller(&self, request: &Request, decoder: &Seat) -> Option<Seat> {
+        if self.troubles.of(decoder.engine()).is_some() {
+            return None;
+        }
         let mut engines = self.shared.cluster.prefillers(request.model());
-        self.leave_out_failed(&mut engines);
         engines.retain(|engine| {
-            engine.number() != decoder.engine().number() && engine.exchanges_with(decoder.engine())
+            engine.number() != decoder.engine().number()
+                && engine.exchanges_with(decoder.engine())
+                && self.troubles.of(engine) != Some(Trouble::Failed)
         });
         let choice = self.shared.placement.choose(Job::Prefill, &engines, request, request.len())?;
         Some(self.sit(choice, request.len()))
@@ -96,15 +125,5 @@ impl Ctx {
             // A deadline that has passed is answered by the client before anything is sent.
             timeout: self.call.remaining().filter(|left| !left.is_zero()),
         }
-    }
-
-    /// Notes that an engine failed this request, so that the next attempt goes elsewhere.
-    pub(crate) fn note_failed(&self, engine: &Engine) {
-        self.failed.lock().unwrap_or_else(PoisonError::into_inner).insert(engine.number());
-    }
-
-    fn leave_out_failed(&self, engines: &mut Vec<Arc<Engine>>) {
-        let failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
-        engines.retain(|engine| !failed.contains(&engine.number()));
     }
 }

@@ -9,6 +9,7 @@ use microserving_protocol::{
 use tracing::debug;
 
 use crate::abort::Abort;
+use crate::ctx::Trouble;
 use crate::engine::InFlight;
 use crate::stream::Generating;
 use crate::{Ctx, Engine, Error, Request, TokenStream};
@@ -178,7 +179,9 @@ impl Seat {
         }
         let error = Error::Call { call, source };
         if error.is_worth_another_attempt() {
-            self.ctx.note_failed(self.engine());
+            let room = matches!(&error, Error::Call { source: ClientError::Refused { error, .. }, .. } if error.status == 503);
+            let trouble = if room && call == "prep_recv" { Trouble::CannotReceive } else { Trouble::Failed };
+            self.ctx.troubles.note(self.engine(), trouble);
         }
         Err(error)
     }
@@ -199,7 +202,7 @@ impl Seat {
     }
 
     pub(crate) fn note_failed(&self) {
-        self.ctx.note_failed(self.engine());
+        self.ctx.troubles.note(self.engine(), Trouble::Failed);
     }
 }
 

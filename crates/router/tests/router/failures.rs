@@ -104,15 +104,41 @@ async fn what_the_client_did_wrong_is_not_tried_again() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_engine_without_room_to_receive_may_still_do_it_alone() {
+    let (p, d) = (Fake::new("p"), Fake::new("d"));
+    d.on_prep(Act::Refuse(no_room()));
+    let world = World::new(&[(&p, Role::Prefill), (&d, Role::Decode)], "prefill_decode").await;
+    assert_eq!(world.complete(&body(false)).await.text(), "abc");
+    assert_eq!(d.calls(), ["prep_recv", "start_generate"]);
+
+    // With another decoder, that one gets it, prefilled as usual.
+    let e = Fake::new("e");
+    for fake in [&d, &e] {
+        fake.on_prep(Act::Refuse(no_room()));
+    }
+    let f = Fake::new("f");
+    let both = World::new(
+        &[(&p, Role::Prefill), (&d, Role::Decode), (&e, Role::Decode), (&f, Role::Decode)],
+        "prefill_decode",
+    )
+    .await;
+    assert_eq!(both.complete(&body(false)).await.text(), "abc");
+    assert_eq!(f.calls(), ["prep_recv", "start_generate"]);
+    assert_eq!(p.calls(), ["remote_send"]);
+    both.end().await;
+    world.end().await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn no_room_anywhere_is_told_with_its_retry_after() {
     let (p, d) = (Fake::new("p"), Fake::new("d"));
     d.on_prep(Act::Refuse(no_room()));
+    d.on_generate(Act::Refuse(no_room()));
     let world = World::new(&[(&p, Role::Prefill), (&d, Role::Decode)], "prefill_decode").await;
     let answer = world.complete(&body(false)).await;
     assert_eq!(answer.status, 503);
     assert_eq!(answer.headers["retry-after"], "7");
     assert_eq!(answer.json()["error"]["code"], "no_room");
-    assert!(!d.calls().contains(&"abort"), "nothing was begun");
     world.end().await;
 }
 
