@@ -1,0 +1,86 @@
+//! Models from files: a GGUF file, or a directory in the Hugging Face layout.
+
+use std::num::NonZeroUsize;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use microserving_daemon::Health;
+use microserving_executor::Executor;
+use microserving_executor_candle::{CandleConfig, CandleExecutor, LoadProgress, WeightDtype};
+use microserving_protocol::KvDtype;
+use microserving_server::ModelText;
+use microserving_text::TextBundle;
+use tracing::info;
+
+use crate::model::LoadedModel;
+use crate::options::{KvForm, Options, WeightForm};
+
+/// Loads text side and weights. Blocks for as long as it takes to read the files.
+pub(crate) fn files(options: &Options, path: &Path, health: &Health) -> Result<LoadedModel> {
+    health.starting("loading the tokenizer");
+    let context = || format!("cannot load {}", path.display());
+    let mut bundle = TextBundle::load(path, "model").with_context(context)?;
+    let usual = CandleConfig::new(path);
+    let config = CandleConfig {
+        model: options.served_model_name.clone(),
+        dtype: options.dtype.map_or(usual.dtype, weight_dtype),
+        kv_dtype: options.kv_dtype.map_or(usual.kv_dtype, kv_dtype),
+        threads: threads(options),
+        max_context: options.max_context,
+        page_size: options.page_size,
+        // The text side knows all tokens that end a turn; the weights' files often name but one.
+        eos_tokens: Some(bundle.eos_token_ids.clone()).filter(|tokens| !tokens.is_empty()),
+        ..usual
+    };
+    let mut told = Told::default();
+    let executor =
+        CandleExecutor::load(&config, &mut |progress| told.tell(progress, health)).with_context(context)?;
+    bundle.model.clone_from(&executor.info().model);
+    let text = ModelText::new(&bundle).with_context(context)?;
+    Ok(LoadedModel { executor: Box::new(executor), text })
+}
+
+fn threads(options: &Options) -> NonZeroUsize {
+    match options.threads.and_then(|threads| NonZeroUsize::new(threads as usize)) {
+        Some(threads) => threads,
+        None => std::thread::available_parallelism().unwrap_or(NonZeroUsize::MIN),
+    }
+}
+
+fn weight_dtype(form: WeightForm) -> WeightDtype {
+    match form {
+        WeightForm::Auto => WeightDtype::Auto,
+        WeightForm::F32 => WeightDtype::F32,
+        WeightForm::F16 => WeightDtype::F16,
+        WeightForm::Bf16 => WeightDtype::Bf16,
+        WeightForm::Q8_0 => WeightDtype::Q8_0,
+    }
+}
+
+fn kv_dtype(form: KvForm) -> KvDtype {
+    match form {
+        KvForm::F32 => KvDtype::F32,
+        KvForm::F16 => KvDtype::F16,
+        KvForm::Bf16 => KvDtype::Bf16,
+    }
+}
+
+/// What was told of the load so far: health hears of every percent, the log of every tenth.
+#[derive(Default)]
+struct Told {
+    percent: Option<u64>,
+}
+
+impl Told {
+    fn tell(&mut self, progress: LoadProgress, health: &Health) {
+        let percent = (progress.bytes * 100).checked_div(progress.total_bytes).unwrap_or(100);
+        if self.percent == Some(percent) {
+            return;
+        }
+        health.starting(format!("loading the weights: {percent} %"));
+        if self.percent.is_none_or(|told| told / 10 < percent / 10) {
+            info!(percent, bytes = progress.bytes, "loading the weights");
+        }
+        self.percent = Some(percent);
+    }
+}

@@ -1,0 +1,98 @@
+//! From `--model` to an executor and its text side.
+
+use anyhow::{Context, Result};
+use microserving_daemon::{Health, Refused};
+use microserving_executor::{Executor, ToyConfig, ToyExecutor};
+use microserving_server::ModelText;
+use std::time::Duration;
+
+use crate::options::Options;
+
+/// What loading yields.
+pub(crate) struct LoadedModel {
+    pub(crate) executor: Box<dyn Executor>,
+    pub(crate) text: ModelText,
+}
+
+/// Where the model comes from.
+#[derive(Debug, PartialEq)]
+enum Source<'a> {
+    Toy,
+    Hub(&'a str),
+    Files(&'a str),
+}
+
+fn source(model: &str) -> Source<'_> {
+    match model.strip_prefix("hf:") {
+        Some(repository) => Source::Hub(repository),
+        None if model == "toy" => Source::Toy,
+        None => Source::Files(model),
+    }
+}
+
+/// Refuses options that do not go together, before anything is loaded.
+pub(crate) fn check(options: &Options) -> Result<()> {
+    let toy = source(&options.model) == Source::Toy;
+    let wrong = [
+        (toy && options.dtype.is_some(), "dtype: the toy model has no weights"),
+        (toy && options.kv_dtype.is_some(), "kv_dtype: the toy model keeps words of its own"),
+        (!toy && options.toy_step_ms.is_some(), "toy_step_ms: only for the toy model"),
+        (
+            !toy && !cfg!(feature = "candle"),
+            "model: this build has only the toy model; build with the feature `candle`",
+        ),
+        (
+            matches!(source(&options.model), Source::Hub(_)) && !cfg!(feature = "hub"),
+            "model: hf: needs a build with the feature `hub`; or give a GGUF file or a directory",
+        ),
+    ];
+    match wrong.iter().find(|(holds, _)| *holds) {
+        Some((_, reason)) => Err(Refused((*reason).to_owned()).into()),
+        None => Ok(()),
+    }
+}
+
+/// Loads the model, telling `health` how far it has come. Blocks.
+pub(crate) fn load(options: &Options, health: &Health) -> Result<LoadedModel> {
+    match source(&options.model) {
+        Source::Toy => toy(options),
+        Source::Hub(repository) => {
+            health.starting(format!("downloading {repository}"));
+            let folder = crate::hub::fetch(repository)
+                .with_context(|| format!("cannot get {repository} from the hub"))?;
+            files(options, &folder, health)
+        }
+        Source::Files(path) => files(options, std::path::Path::new(path), health),
+    }
+}
+
+fn toy(options: &Options) -> Result<LoadedModel> {
+    let usual = ToyConfig::default();
+    let executor = ToyExecutor::new(ToyConfig {
+        page_size: options.page_size,
+        max_context: options.max_context.unwrap_or(usual.max_context),
+        step_time: Duration::from_millis(u64::from(options.toy_step_ms.unwrap_or(0))),
+        ..usual
+    })?;
+    Ok(LoadedModel { executor: Box::new(executor), text: ModelText::toy() })
+}
+
+#[cfg(feature = "candle")]
+use crate::files::files;
+
+#[cfg(not(feature = "candle"))]
+fn files(_: &Options, path: &std::path::Path, _: &Health) -> Result<LoadedModel> {
+    anyhow::bail!("{}: this build has only the toy model", path.display())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sources_are_told_apart() {
+        assert_eq!(source("toy"), Source::Toy);
+        assert_eq!(source("hf:owner/name"), Source::Hub("owner/name"));
+        assert_eq!(source("./toy"), Source::Files("./toy"));
+    }
+}

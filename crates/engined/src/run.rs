@@ -1,0 +1,205 @@
+//! From options to a running engine, and back to nothing.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use microserving_daemon::{ByteSize, Health, HttpServer, Refused, Shutdown};
+use microserving_engine::{Engine, EngineConfig, EngineHandle, EngineThread, Entropy};
+use microserving_executor::ExecutorInfo;
+use microserving_protocol::{ClusterKey, Incarnation};
+use microserving_server::{ServerConfig, router};
+use tokio::task::spawn_blocking;
+use tracing::{info, warn};
+
+use crate::model::{self, LoadedModel};
+use crate::options::{Device, Options};
+use crate::{self_test, transport};
+
+/// The KV cache's size where nothing is said.
+const USUAL_KV_BYTES: ByteSize = ByteSize::new(1 << 30);
+/// Full-length sequences beyond which more pages are of little use.
+const USUAL_SEQUENCES: u64 = 32;
+/// How often the engine's thread is looked after.
+const WATCH: Duration = Duration::from_millis(250);
+
+/// Runs the daemon until it is told to stop.
+pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
+    check(&options)?;
+    let health = Health::new();
+    let server = HttpServer::bind(&options.listen, &options.daemon, health.clone(), shutdown.clone()).await?;
+    let started = tokio::select! {
+        started = start(&options, &health) => started?,
+        // A load cannot be interrupted; the process ends without it.
+        () = shutdown.begun() => return Ok(()),
+    };
+    server.install(started.routes);
+    health.ready();
+    info!(address = %server.address(), engine_id = %started.engine.info().engine_id, "ready");
+
+    tokio::select! {
+        () = shutdown.begun() => {}
+        () = died(&started.engine) => {
+            health.failed("the engine's thread has ended");
+            bail!("the engine's thread has ended; see the log");
+        }
+    }
+    health.draining();
+    tokio::select! {
+        // The engine refuses what is new from now on; what runs ends by itself, or when the drain is over.
+        () = server.finished() => {}
+        () = refuse_new_work(&started.engine) => {}
+    }
+    drop(started.engine);
+    let thread = started.thread;
+    if !spawn_blocking(move || thread.join()).await.context("the engine's thread cannot be joined")? {
+        bail!("the engine's thread has panicked; see the log");
+    }
+    info!("stopped");
+    Ok(())
+}
+
+struct Started {
+    engine: EngineHandle,
+    thread: EngineThread,
+    routes: axum::Router,
+}
+
+async fn start(options: &Options, health: &Health) -> Result<Started> {
+    let (for_load, progress) = (options.clone(), health.clone());
+    let model =
+        spawn_blocking(move || model::load(&for_load, &progress)).await.context("loading panicked")??;
+    health.starting("testing the transport");
+    let engine_id = engine_id(options)?;
+    let (name, checksum) = (options.transport, options.checksum);
+    let id = engine_id.clone();
+    let transport = spawn_blocking(move || {
+        let transport = transport::open(name, checksum, &id)?;
+        self_test::run(transport.name(), checksum)?;
+        anyhow::Ok(transport)
+    });
+    let transport = transport.await.context("opening the transport panicked")??;
+
+    health.starting("starting the engine");
+    let LoadedModel { executor, text } = model;
+    let info = executor.info().clone();
+    let mut config = EngineConfig::new(engine_id, num_pages(options, &info)?);
+    config.max_batch_tokens = options.max_batch_tokens;
+    config.max_running = options.max_running;
+    config.max_waiting = options.max_waiting;
+    config.lease = options.lease_seconds;
+    let entropy = entropy(options)?;
+    let engine = Engine::new(config, executor, transport, entropy).context("the engine cannot start")?;
+    let (engine, thread) = EngineHandle::spawn(engine).context("the engine's thread cannot start")?;
+
+    let mut server = ServerConfig::new(served_name(options, &info));
+    server.default_timeout = Some(options.timeout_seconds).filter(|timeout| !timeout.is_zero());
+    server.max_body_bytes = usize::try_from(options.daemon.max_body_bytes.num_bytes()).unwrap_or(usize::MAX);
+    info!(
+        model = server.served_model_name,
+        num_pages = engine.info().num_pages,
+        page_size = info.layout.page_size,
+        layout = format!("{:016x}", info.layout.fingerprint()),
+        numeric_mode = info.layout.numeric_mode,
+        transport = engine.info().transport,
+        "engine started"
+    );
+    let routes = router(engine.clone(), text, server);
+    Ok(Started { engine, thread, routes })
+}
+
+/// Refuses what cannot be, before anything is bound or loaded.
+fn check(options: &Options) -> Result<()> {
+    if options.device == Device::Cuda {
+        return Err(Refused("cuda: not available (this build computes on the CPU only)".into()).into());
+    }
+    if options.num_pages.is_some() && options.kv_bytes.is_some() {
+        return Err(Refused("num_pages and kv_bytes exclude each other: give one".into()).into());
+    }
+    if options.cluster_key.is_some() && options.cluster_key_file.is_some() {
+        return Err(Refused("cluster_key and cluster_key_file exclude each other: give one".into()).into());
+    }
+    model::check(options)
+}
+
+fn served_name(options: &Options, info: &ExecutorInfo) -> String {
+    options.served_model_name.clone().unwrap_or_else(|| info.model.clone())
+}
+
+fn engine_id(options: &Options) -> Result<String> {
+    match &options.engine_id {
+        Some(id) => Ok(id.clone()),
+        None => Ok(format!("engine-{:08x}", random()? >> 32)),
+    }
+}
+
+fn num_pages(options: &Options, info: &ExecutorInfo) -> Result<u32> {
+    if let Some(num_pages) = options.num_pages {
+        return Ok(num_pages.get());
+    }
+    let layout = &info.layout;
+    let page_bytes = layout.page_bytes() as u64 * u64::from(layout.num_layers);
+    let asked = options.kv_bytes.unwrap_or(USUAL_KV_BYTES).num_bytes();
+    let mut pages = asked / page_bytes;
+    if options.kv_bytes.is_none() {
+        pages = pages.min(USUAL_SEQUENCES * u64::from(layout.pages_for(info.max_context)));
+    }
+    if pages == 0 {
+        let size = ByteSize::new(page_bytes);
+        return Err(Refused(format!("kv_bytes: {asked} bytes hold no page; one page takes {size}")).into());
+    }
+    let whole = u64::from(layout.pages_for(info.max_context));
+    if pages < whole {
+        warn!(
+            pages,
+            max_context = info.max_context,
+            "the KV cache holds less than one sequence of full length; longer requests will be refused"
+        );
+    }
+    u32::try_from(pages).context("kv_bytes: more pages than can be numbered")
+}
+
+fn entropy(options: &Options) -> Result<Entropy> {
+    let text = match (&options.cluster_key, &options.cluster_key_file) {
+        (Some(key), _) => Some(key.clone()),
+        (None, Some(path)) => Some(
+            std::fs::read_to_string(path)
+                .with_context(|| format!("cluster_key_file: cannot read {}", path.display()))?,
+        ),
+        (None, None) => None,
+    };
+    let cluster_key = match &text {
+        Some(text) => {
+            ClusterKey::from_text(text).map_err(|error| Refused(format!("cluster_key: {error}")))?
+        }
+        None => {
+            let mut bytes = [0; 32];
+            getrandom::fill(&mut bytes).context("the system has no random numbers")?;
+            ClusterKey::from_random(bytes)
+        }
+    };
+    Ok(Entropy {
+        incarnation: Incarnation(random()?),
+        cluster_key,
+        key_is_shared: text.is_some(),
+        mint_seed: random()?,
+    })
+}
+
+fn random() -> Result<u64> {
+    getrandom::u64().context("the system has no random numbers")
+}
+
+/// Returns when the engine's thread is no more.
+async fn died(engine: &EngineHandle) {
+    while engine.is_alive() {
+        tokio::time::sleep(WATCH).await;
+    }
+}
+
+/// Tells the engine to take nothing new, and never returns: what is in flight decides when the daemon may end.
+async fn refuse_new_work(engine: &EngineHandle) {
+    if let Err(error) = engine.drain().await {
+        warn!(%error, "the engine does not drain");
+    }
+    std::future::pending::<()>().await;
+}

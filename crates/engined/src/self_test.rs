@@ -1,0 +1,105 @@
+//! Does the transport carry bytes at all? Asked before the engine says that it is ready.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use microserving_protocol::{Generation, KvRange};
+use microserving_transport::{
+    Admission, ByteRun, Claim, Grant, KvTransport, LoopbackHub, PutRun, Refusal, TransportEvent,
+};
+use tokio::time::Instant;
+
+/// Bytes that are carried: a few pages of the operating system.
+const NUM_BYTES: usize = 64 << 10;
+/// Longer than any healthy machine takes, shorter than an operator's patience.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// What the test's credential says.
+const CREDENTIAL: &[u8] = b"self-test";
+
+#[derive(Debug)]
+struct OnlyOurs;
+
+impl Admission for OnlyOurs {
+    fn admit(&self, credential: &[u8]) -> Result<Generation, Refusal> {
+        if credential == CREDENTIAL { Ok(Generation(1)) } else { Err(Refusal::BadCredential) }
+    }
+}
+
+/// Sends bytes between two transports of the kind, made for the test alone, and compares them on arrival.
+///
+/// # Errors
+/// If they do not arrive whole and in time.
+pub(crate) fn run(name: &str, checksum: bool) -> Result<()> {
+    let (sender, receiver): (Box<dyn KvTransport>, Box<dyn KvTransport>) = match name {
+        "loopback" => {
+            let hub = if checksum { LoopbackHub::with_checksums() } else { LoopbackHub::new() };
+            (Box::new(hub.transport("sender")), Box::new(hub.transport("receiver")))
+        }
+        _ => (crate::transport::shm(checksum)?, crate::transport::shm(checksum)?),
+    };
+    carry(sender, receiver).with_context(|| format!("the self-test of the transport {name} failed"))
+}
+
+fn carry(mut sender: Box<dyn KvTransport>, mut receiver: Box<dyn KvTransport>) -> Result<()> {
+    let from = sender.allocate_region(NUM_BYTES)?;
+    let to = receiver.allocate_region(NUM_BYTES)?;
+    receiver.set_admission(Arc::new(OnlyOurs));
+    let sent: Vec<u8> = (0..NUM_BYTES).map(|index| (index * 31 % 251) as u8).collect();
+    from.write(0, &sent);
+    let range = KvRange::new(0, 1).context("the range is ordered")?;
+    let runs = vec![ByteRun { offset: 0, num_bytes: NUM_BYTES }];
+    receiver.grant(Grant { generation: Generation(1), range, token_bytes: NUM_BYTES, runs })?;
+    let claim = Claim { peer: receiver.peer_address(), credential: CREDENTIAL.to_vec(), range };
+    let channel = sender.open(claim)?;
+    sender.put(channel, &[PutRun { local_offset: 0, remote_offset: 0, num_bytes: NUM_BYTES }])?;
+    sender.finish(channel);
+
+    let began = Instant::now();
+    let (mut finished, mut complete) = (false, false);
+    while !(finished && complete) {
+        if began.elapsed() > PATIENCE {
+            bail!("nothing arrived within {PATIENCE:?}");
+        }
+        let mut events = Vec::new();
+        sender.poll(began.elapsed(), &mut events);
+        receiver.poll(began.elapsed(), &mut events);
+        for event in events {
+            match event {
+                TransportEvent::Finished { .. } => finished = true,
+                TransportEvent::Complete { .. } => complete = true,
+                TransportEvent::Closed { refusal, .. } => bail!("the claim was closed: {refusal:?}"),
+                TransportEvent::Lost { corrupt, .. } => bail!("the bytes were lost (corrupt: {corrupt})"),
+                TransportEvent::Opened { .. } | TransportEvent::Released { .. } => {}
+            }
+        }
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    let mut arrived = vec![0; NUM_BYTES];
+    to.read(0, &mut arrived);
+    if arrived != sent {
+        bail!("what arrived is not what was sent");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_transport_passes_its_own_test() {
+        for checksum in [false, true] {
+            run("loopback", checksum).unwrap();
+            run("shm", checksum).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_transport_that_carries_nothing_fails() {
+        let hub = LoopbackHub::new();
+        let (sender, receiver) = (hub.transport("sender"), hub.transport("receiver"));
+        hub.crash("receiver");
+        assert!(carry(Box::new(sender), Box::new(receiver)).is_err());
+    }
+}
