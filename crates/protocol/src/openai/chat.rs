@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::generation::{MAX_LOGPROBS, whole};
 use super::{ChatLogprobs, CompletionRequest, Prompt, ServingStats, Usage};
 use crate::lax::{self, Fields};
 use crate::{ApiError, FinishReason, TokenId};
@@ -160,7 +161,9 @@ impl ChatCompletionRequest {
         let top_logprobs = fields.opt_int("top_logprobs")?;
         let mut rest = CompletionRequest::common(&mut fields)?;
         rest.logprobs = match (wants_logprobs, top_logprobs) {
-            (true, top) => Some(top.unwrap_or(0)),
+            // Here, where the field still has the name that the client gave it.
+            (true, Some(top)) => Some(whole("top_logprobs", top, 0, MAX_LOGPROBS)?.into()),
+            (true, None) => Some(0),
             (false, None | Some(0)) => None,
             (false, Some(_)) => {
                 return Err(ApiError::bad_request("top_logprobs", "top_logprobs needs logprobs to be true"));

@@ -10,7 +10,7 @@ use crate::{ApiError, SamplingParams, TokenId};
 /// Choices at most.
 const MAX_CHOICES: i64 = 64;
 /// Alternatives at most, per token.
-const MAX_LOGPROBS: i64 = 20;
+pub(super) const MAX_LOGPROBS: i64 = 20;
 /// Stop strings at most, and the length of each in bytes.
 const MAX_STOPS: usize = 16;
 const MAX_STOP_BYTES: usize = 1024;
@@ -171,7 +171,7 @@ impl CompletionRequest {
     }
 }
 
-fn whole(name: &str, value: i64, least: i64, most: i64) -> Result<u32, ApiError> {
+pub(super) fn whole(name: &str, value: i64, least: i64, most: i64) -> Result<u32, ApiError> {
     if (least..=most).contains(&value)
         && let Ok(value) = u32::try_from(value)
     {

@@ -295,6 +295,10 @@ fn chats() {
         &expect!["400: top_logprobs needs logprobs to be true [top_logprobs]"],
     );
     check_chat(
+        &format!(r#"{{{user},"logprobs":true,"top_logprobs":21}}"#),
+        &expect!["400: top_logprobs is 21, must be in [0, 20] [top_logprobs]"],
+    );
+    check_chat(
         &format!(r#"{{{user},"modalities":["text","audio"]}}"#),
         &expect!["400: modalities is not implemented [modalities]"],
     );
