@@ -535,13 +535,27 @@ impl World {
 
     /// Whoever follows the events, or starts again from a snapshot after a gap, knows what is matchable.
     fn check_events(&mut self) {
+        let page_size = self.cache.page_size();
+        let mut named = BTreeSet::new();
+        let mut parents = BTreeMap::new();
+        for (salt, tokens) in self.entries.keys() {
+            let mut chain = page_hashes(SALTS[*salt], tokens, page_size);
+            let name = chain.pop().unwrap();
+            named.insert(name);
+            parents.insert(name, chain.pop().unwrap_or(PageHash::root(SALTS[*salt])));
+        }
         let mut gap = false;
         for event in self.cache.take_events() {
             match event.change {
                 _ if event.seq != self.next_seq => gap = true,
                 KvChange::Gap => gap = true,
-                KvChange::Stored { pages, .. } => {
-                    pages.into_iter().for_each(|page| assert!(self.index.insert(page)));
+                KvChange::Stored { mut parent, pages } => {
+                    for page in pages {
+                        assert!(self.index.insert(page));
+                        // A page that was evicted again in the same verb has no entry to compare with.
+                        assert_eq!(parents.get(&page).copied().unwrap_or(parent), parent);
+                        parent = page;
+                    }
                 }
                 KvChange::Removed { pages } => {
                     pages.iter().for_each(|page| assert!(self.index.remove(page)));
@@ -560,11 +574,6 @@ impl World {
         }
         assert_eq!(self.next_seq, snapshot.next_seq);
         assert_eq!(self.index, snapshot.pages.into_iter().collect());
-        let page_size = self.cache.page_size();
-        let names = self.entries.keys();
-        let named: BTreeSet<_> = names
-            .map(|(salt, tokens)| *page_hashes(SALTS[*salt], tokens, page_size).last().unwrap())
-            .collect();
         assert_eq!(self.index, named);
     }
 
