@@ -90,7 +90,7 @@ impl KvEventStream {
     /// Cancel safe: nothing is lost, the next call asks for the same events again.
     ///
     /// # Errors
-    /// [`EngineError::Draining`] when the engine has stopped, [`EngineError::NoRoom`] when its command queue is full.
+    /// [`EngineError::Draining`] when the engine drains or has stopped, [`EngineError::NoRoom`] when its command queue is full.
     pub async fn next_batch(&mut self) -> Result<KvEventBatch, EngineError> {
         loop {
             if !self.first {

@@ -105,7 +105,8 @@ struct Driver<'a> {
     commands: Receiver<Envelope>,
     callers: BTreeMap<CallId, Caller>,
     shared: &'a Shared,
-    kv_events: watch::Sender<u64>,
+    /// Gone once the engine drains: followers would otherwise hold up a daemon that waits for its last request.
+    kv_events: Option<watch::Sender<u64>>,
     origin: Instant,
 }
 
@@ -116,7 +117,14 @@ impl<'a> Driver<'a> {
         shared: &'a Shared,
         kv_events: watch::Sender<u64>,
     ) -> Self {
-        Self { engine, commands, callers: BTreeMap::new(), shared, kv_events, origin: Instant::now() }
+        Self {
+            engine,
+            commands,
+            callers: BTreeMap::new(),
+            shared,
+            kv_events: Some(kv_events),
+            origin: Instant::now(),
+        }
     }
 
     fn run(&mut self) {
@@ -183,7 +191,11 @@ impl<'a> Driver<'a> {
                 Effect::Event { call, event } => self.event(call, event),
             }
         }
-        self.kv_events.send_if_modified(|seen| {
+        if self.engine.draining {
+            self.kv_events = None;
+        }
+        let Some(kv_events) = &self.kv_events else { return delivered };
+        kv_events.send_if_modified(|seen| {
             let grown = *seen < effects.next_kv_event;
             *seen = effects.next_kv_event;
             grown
