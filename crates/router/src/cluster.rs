@@ -1,6 +1,6 @@
 //! The engines.
 
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
 use microserving_protocol::ModelCard;
 
@@ -9,7 +9,7 @@ use crate::{Engine, EngineSpec, Health, Role};
 /// The engines that requests can go to.
 #[derive(Debug)]
 pub struct Cluster {
-    engines: RwLock<Vec<Arc<Engine>>>,
+    engines: Vec<Arc<Engine>>,
 }
 
 impl Cluster {
@@ -17,13 +17,13 @@ impl Cluster {
     #[must_use]
     pub fn new(specs: Vec<EngineSpec>) -> Self {
         let engines = (0..).zip(specs).map(|(number, spec)| Arc::new(Engine::new(number, spec))).collect();
-        Self { engines: RwLock::new(engines) }
+        Self { engines }
     }
 
     /// Returns all engines.
     #[must_use]
-    pub fn engines(&self) -> Vec<Arc<Engine>> {
-        self.engines.read().unwrap_or_else(PoisonError::into_inner).clone()
+    pub fn engines(&self) -> &[Arc<Engine>] {
+        &self.engines
     }
 
     /// Returns the ready engines of a model that may decode.
@@ -59,10 +59,9 @@ impl Cluster {
     }
 
     fn ready(&self, model: Option<&str>, but_not: Role) -> Vec<Arc<Engine>> {
-        let mut engines = self.engines();
-        engines.retain(|engine| {
+        let fits = |engine: &&Arc<Engine>| {
             engine.health() == Health::Ready && engine.role() != but_not && engine.serves(model)
-        });
-        engines
+        };
+        self.engines.iter().filter(fits).cloned().collect()
     }
 }

@@ -2,13 +2,13 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use microserving_client::CallContext;
 use microserving_protocol::{ApiError, ChatMessage, TokenId};
 use microserving_text::{ChatOptions, Specials, TextBundle, TextError, TextModel};
-use tokio::sync::Mutex;
+use tokio::sync::OnceCell;
 
 use crate::{Cluster, Error};
 
@@ -69,8 +69,11 @@ fn text_error(error: &TextError, field: &str) -> ApiError {
 #[derive(Debug, Default)]
 pub(crate) struct Codecs {
     given: Option<Arc<dyn PromptCodec>>,
-    fetched: Mutex<HashMap<String, Arc<dyn PromptCodec>>>,
+    fetched: Mutex<HashMap<String, Arc<CodecCell>>>,
 }
+
+/// One model's codec: whoever finds it empty fetches, the others wait for this cell and no other.
+type CodecCell = OnceCell<Arc<dyn PromptCodec>>;
 
 impl Codecs {
     pub(crate) fn new(given: Option<Arc<dyn PromptCodec>>) -> Self {
@@ -87,13 +90,11 @@ impl Codecs {
         if let Some(codec) = &self.given {
             return Ok(codec.clone());
         }
-        let mut fetched = self.fetched.lock().await;
-        if let Some(codec) = fetched.get(model) {
-            return Ok(codec.clone());
-        }
-        let codec = fetch(cluster, cx, model).await?;
-        fetched.insert(model.to_owned(), codec.clone());
-        Ok(codec)
+        let cell = {
+            let mut fetched = self.fetched.lock().unwrap_or_else(PoisonError::into_inner);
+            fetched.entry(model.to_owned()).or_default().clone()
+        };
+        cell.get_or_try_init(|| fetch(cluster, cx, model)).await.cloned()
     }
 }
 

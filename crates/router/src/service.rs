@@ -172,7 +172,7 @@ fn start_tasks(shared: &Shared, queue: mpsc::Receiver<Abort>) -> RouterTasks {
     let stop = CancellationToken::new();
     let mut tasks = JoinSet::new();
     for engine in shared.cluster.engines() {
-        tasks.spawn(watch(engine, shared.placement.clone(), stop.clone()));
+        tasks.spawn(watch(engine.clone(), shared.placement.clone(), stop.clone()));
     }
     tasks.spawn(send_aborts(queue, stop.clone()));
     RouterTasks { stop, tasks }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use microserving_client::{CallContext, ClientError};
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -30,7 +30,7 @@ pub(crate) async fn watch(engine: Arc<Engine>, placement: Arc<Placement>, stop: 
         tokio::select! {
             () = stop.cancelled() => return,
             () = engine.look.notified() => {}
-            _ = timeout(INTERVAL, std::future::pending::<()>()) => {}
+            () = sleep(INTERVAL) => {}
         }
     }
 }

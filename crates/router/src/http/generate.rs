@@ -61,6 +61,7 @@ struct Arrival {
 
 /// A request that was read and turned into tokens.
 struct Read {
+    /// Names its model, whether the client did or not: engines of another one must not get it.
     completion: CompletionRequest,
     model: ModelCard,
     tokens: Vec<TokenId>,
@@ -132,14 +133,20 @@ async fn read(service: &RouterService, call: &CallContext, body: &[u8], door: Do
                     (prompt::encode(codec, text.clone(), true).await?, Some(text.clone()))
                 }
             };
-            Ok(Read { completion, model, tokens, text })
+            Ok(Read {
+                completion: CompletionRequest { model: Some(model.id.clone()), ..completion },
+                model,
+                tokens,
+                text,
+            })
         }
         Door::Chats => {
             let chat = ChatCompletionRequest::from_json(body)?;
             let model = service.model(chat.rest.model.as_deref())?;
             let codec = service.codecs.get(service.cluster(), call, &model.id).await?;
             let tokens = prompt::encode_chat(codec, chat.messages).await?;
-            Ok(Read { completion: chat.rest, model, tokens, text: None })
+            let completion = CompletionRequest { model: Some(model.id.clone()), ..chat.rest };
+            Ok(Read { completion, model, tokens, text: None })
         }
     }
 }

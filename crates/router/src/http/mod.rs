@@ -6,6 +6,7 @@ mod deliver;
 mod generate;
 mod headers;
 mod info;
+mod openapi;
 mod respond;
 
 use std::sync::Arc;
@@ -14,34 +15,60 @@ use axum::Router;
 use axum::extract::Request;
 use axum::middleware::{Next, from_fn};
 use axum::response::Response;
-use axum::routing::{get, post};
+use axum::routing::{MethodRouter, get, post};
 use microserving_protocol::ApiError;
 
 use crate::RouterService;
 use respond::Failure;
 
 impl RouterService {
-    /// Returns the routes: OpenAI's, `/tokenize` and `/detokenize`, health, metrics and administration. Bodies are limited by axum's
-    /// `DefaultBodyLimit`, which whoever serves this may set.
+    /// Returns the routes: OpenAI's, `/tokenize` and `/detokenize`, health, metrics and administration; `/openapi.json` lists them.
+    /// Bodies are limited by axum's `DefaultBodyLimit`, which whoever serves this may set.
     pub fn http(self: &Arc<Self>) -> Router {
-        Router::new()
-            .route("/v1/completions", post(generate::completions))
-            .route("/v1/chat/completions", post(generate::chat_completions))
-            .route("/v1/models", get(info::models))
-            .route("/v1/models/{*model}", get(info::model))
-            .route("/tokenize", post(info::tokenize))
-            .route("/detokenize", post(info::detokenize))
-            .route("/health", get(info::ready))
-            .route("/health/ready", get(info::ready))
-            .route("/health/live", get(info::live))
-            .route("/metrics", get(info::metrics))
-            .route("/admin/v1/pattern", get(admin::pattern).put(admin::set_pattern))
-            .route("/admin/v1/engines", get(admin::engines))
+        let mut router = Router::new().route("/openapi.json", get(openapi::document));
+        for route in routes() {
+            router = router.route(route.path, route.handler);
+        }
+        router
             .fallback(|| async { Failure(ApiError::not_found("no such path")) })
             .method_not_allowed_fallback(|| async { Failure(ApiError::new(405, "method not allowed")) })
             .layer(from_fn(name_request))
             .with_state(self.clone())
     }
+}
+
+/// One path with what serves it and what is said of it.
+struct Route {
+    path: &'static str,
+    handler: MethodRouter<Arc<RouterService>>,
+    /// Each method with its summary.
+    operations: &'static [(&'static str, &'static str)],
+}
+
+/// The one list of what there is: served, and described.
+fn routes() -> Vec<Route> {
+    let route = |path, handler, operations| Route { path, handler, operations };
+    vec![
+        route("/v1/completions", post(generate::completions), &[("post", "Continue a prompt")]),
+        route("/v1/chat/completions", post(generate::chat_completions), &[("post", "Answer a conversation")]),
+        route("/v1/models", get(info::models), &[("get", "The models served")]),
+        route("/v1/models/{*model}", get(info::model), &[("get", "One model")]),
+        route("/tokenize", post(info::tokenize), &[("post", "Text or messages to tokens")]),
+        route("/detokenize", post(info::detokenize), &[("post", "Tokens to text")]),
+        route("/health", get(info::ready), &[("get", "As /health/ready")]),
+        route("/health/ready", get(info::ready), &[("get", "May it get work")]),
+        route("/health/live", get(info::live), &[("get", "Should this process go on living")]),
+        route("/metrics", get(info::metrics), &[("get", "Metrics in OpenMetrics text")]),
+        route(
+            "/admin/v1/pattern",
+            get(admin::pattern).put(admin::set_pattern),
+            &[
+                ("get", "The pattern in use"),
+                ("put", "Change the pattern for requests that come from now on"),
+            ],
+        ),
+        route("/admin/v1/engines", get(admin::engines), &[("get", "The engines as the router sees them")]),
+    ]
 }
 
 /// Gives every answer the `x-request-id` of its request; one that came without gets one made.

@@ -96,6 +96,7 @@ async fn chats_stream_and_answer() {
     assert_eq!(answer["choices"][0]["message"], json!({"role": "assistant", "content": "ab"}));
     let prompt: Vec<u32> = "<user>hi".chars().map(u32::from).collect();
     assert_eq!(d.last("start_generate").body["prompt"], json!(prompt));
+    assert_eq!(d.last("start_generate").body["model"], MODEL, "engines are told which model was meant");
 
     let body = r#"{"messages":[{"role":"user","content":"hi"}],"max_tokens":2,"stream":true}"#;
     let events = world.call("POST", "/v1/chat/completions", &[], body).await.events();

@@ -70,3 +70,20 @@ async fn health_follows_the_engines() {
     assert_eq!(engines["engines"][0]["health"], "ready");
     world.end().await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn every_route_that_is_described_is_served() {
+    let d = Fake::new("d");
+    let world = World::new(&[(&d, Role::Any)], "data_parallel").await;
+    let document = world.get("/openapi.json").await.json();
+    let paths = document["paths"].as_object().expect("paths");
+    assert!(paths.len() >= 12);
+    for (path, operations) in paths {
+        for method in operations.as_object().expect("operations").keys() {
+            let path = path.replace("{model}", "toy");
+            let answer = world.call(&method.to_uppercase(), &path, &[], "{}").await;
+            assert!(!matches!(answer.status.as_u16(), 404 | 405 | 500), "{method} {path}: {}", answer.status);
+        }
+    }
+    world.end().await;
+}

@@ -1,0 +1,73 @@
+//! `/openapi.json`, made from the list of routes.
+
+use axum::Json;
+use serde_json::{Map, Value, json};
+
+use super::{headers, routes};
+
+/// Returns the description of all routes. Bodies are OpenAI's, so their fields are described where OpenAI describes them.
+pub(crate) async fn document() -> Json<Value> {
+    let mut paths = Map::new();
+    for route in routes() {
+        let path = route.path.replace("{*", "{");
+        let operations: Map<String, Value> = route
+            .operations
+            .iter()
+            .map(|(method, summary)| ((*method).to_owned(), operation(method, &path, summary)))
+            .collect();
+        paths.insert(path, operations.into());
+    }
+    Json(json!({
+        "openapi": "3.1.0",
+        "info": {"title": "MicroServing router", "version": env!("CARGO_PKG_VERSION")},
+        "paths": paths,
+        "components": {"schemas": {"Error": {
+            "type": "object",
+            "required": ["error"],
+            "properties": {"error": {
+                "type": "object",
+                "required": ["message", "type", "param", "code"],
+                "properties": {
+                    "message": {"type": "string"},
+                    "type": {"type": "string"},
+                    "param": {"type": ["string", "null"]},
+                    "code": {"type": ["string", "null"]},
+                },
+            }},
+        }}},
+    }))
+}
+
+fn operation(method: &str, path: &str, summary: &str) -> Value {
+    let mut parameters = Vec::new();
+    if path.contains("{model}") {
+        parameters
+            .push(json!({"name": "model", "in": "path", "required": true, "schema": {"type": "string"}}));
+    }
+    if path.ends_with("completions") {
+        for (name, about) in [
+            (headers::PATTERN, "the pattern that serves this request, such as balanced:0.25"),
+            (headers::STATS, "1 adds an object `microserving` beside the usage"),
+        ] {
+            let schema = json!({"type": "string"});
+            parameters
+                .push(json!({"name": name.as_str(), "in": "header", "description": about, "schema": schema}));
+        }
+    }
+    let mut operation = json!({
+        "summary": summary,
+        "parameters": parameters,
+        "responses": {
+            "200": {"description": "done"},
+            "default": {
+                "description": "an error",
+                "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+            },
+        },
+    });
+    if method != "get" {
+        operation["requestBody"] =
+            json!({"required": true, "content": {"application/json": {"schema": {"type": "object"}}}});
+    }
+    operation
+}
