@@ -90,6 +90,8 @@ pub struct Engine {
     next_slot: u64,
     next_request: u64,
     pub(crate) now: Duration,
+    /// When something was computed last; while nothing is, waiting leads nowhere.
+    pub(crate) last_computed: Duration,
     pub(crate) effects: Vec<Effect>,
     pub(crate) counters: EngineCounters,
     pub(crate) draining: bool,
@@ -152,6 +154,7 @@ impl Engine {
             next_slot: 0,
             next_request: 0,
             now: Duration::ZERO,
+            last_computed: Duration::ZERO,
             effects: Vec::new(),
             counters: EngineCounters::default(),
             draining: false,
@@ -211,6 +214,9 @@ impl Engine {
         self.expire();
         let plan = self.plan();
         let computed = !plan.is_empty();
+        if computed {
+            self.last_computed = self.now;
+        }
         let modelled = if computed { self.compute(plan) } else { None };
         self.settle();
         if self.config.check_invariants {

@@ -8,7 +8,7 @@ use microserving_transport::{Claim, PeerAddress};
 
 use crate::calls::Fate;
 use crate::mutants::Mutant;
-use crate::sequence::{Delivery, Pages, Sequence, Slot, State, Work};
+use crate::sequence::{Delivery, Sequence, Slot, State, Work};
 use crate::{Engine, EngineError};
 
 /// Why a sequence has run out of time.
@@ -23,8 +23,7 @@ enum Overdue {
 impl Engine {
     /// Renews the leases of transfers that have got further, and ends whatever has run out.
     pub(crate) fn expire(&mut self) {
-        let mut overdue = Vec::new();
-        for (&slot, sequence) in &mut self.sequences {
+        for sequence in self.sequences.values_mut() {
             if let Work::Receive(reception) = &mut sequence.work
                 && reception.stage.may_be_written()
                 && let Some(generation) = reception.generation
@@ -35,11 +34,15 @@ impl Engine {
                     reception.stage = lifecycle::step(reception.stage, lifecycle::Event::Arrived).next;
                 }
             }
-            let due = times(sequence, self.config.max_wait, self.config.lease);
-            if let Some((_, why)) = due.into_iter().flatten().find(|(at, _)| *at <= self.now) {
-                overdue.push((slot, why));
-            }
         }
+        let overdue: Vec<(Slot, Overdue)> = self
+            .sequences
+            .iter()
+            .filter_map(|(slot, sequence)| {
+                let due = self.times(sequence).into_iter().flatten().find(|(at, _)| *at <= self.now);
+                due.map(|(_, why)| (*slot, why))
+            })
+            .collect();
         for (slot, why) in overdue {
             self.end_overdue(slot, why);
         }
@@ -89,9 +92,8 @@ impl Engine {
     /// Asks nothing of the transport: whoever drives a transport in virtual time asks that for its own next event.
     #[must_use]
     pub fn next_wakeup(&self) -> Option<Duration> {
-        let of_sequences = self.sequences.values().flat_map(|sequence| {
-            times(sequence, self.config.max_wait, self.config.lease).into_iter().flatten().map(|(at, _)| at)
-        });
+        let of_sequences =
+            self.sequences.values().flat_map(|s| self.times(s).into_iter().flatten().map(|(at, _)| at));
         let renewals = self.sequences.values().filter_map(|sequence| match &sequence.work {
             Work::Send(delivery) => Some(renewal(delivery)),
             Work::Receive(_) | Work::Generate(_) => None,
@@ -121,28 +123,43 @@ impl Engine {
             }
         }
     }
+
+    /// Returns the times at which a sequence ends if nothing happens before.
+    fn times(&self, sequence: &Sequence) -> [Option<(Duration, Overdue)>; 3] {
+        let deadline = sequence.deadline.map(|at| (at, Overdue::Deadline));
+        let second = match &sequence.work {
+            Work::Receive(reception) => {
+                reception.stage.has_lease().then_some((reception.lease.until(), Overdue::Lease))
+            }
+            Work::Send(delivery) => {
+                delivery.computed_at.map(|at| (at + self.config.lease, Overdue::Transfer))
+            }
+            Work::Generate(_) => None,
+        };
+        let third = if sequence.state == State::Waiting { self.longest_wait(sequence) } else { None };
+        [deadline, second, third.map(|at| (at, Overdue::Wait))]
+    }
+
+    /// Returns how long a sequence may wait for its first step.
+    ///
+    /// A `remote_send` waits only as long as this engine computes something, or half a lease more. Two engines that are full
+    /// of reservations for each other's sends would wait for ever: each send wants pages that are promised to another, whose
+    /// data is the other engine's send. Whoever gives up first lets the others go on.
+    fn longest_wait(&self, sequence: &Sequence) -> Option<Duration> {
+        // What was preempted has been admitted before, and is let in again before others.
+        if sequence.preemptions > 0 {
+            return None;
+        }
+        let bound = sequence.since + self.config.max_wait;
+        match &sequence.work {
+            Work::Generate(choice) if choice.behind.is_some() => None,
+            Work::Send(_) => Some(bound.min(self.last_computed.max(sequence.since) + self.config.lease / 2)),
+            Work::Generate(_) | Work::Receive(_) => Some(bound),
+        }
+    }
 }
 
 /// Returns when a job is to show its receiver that it is alive: three times a lease, so that one may be late.
 fn renewal(delivery: &Delivery) -> Duration {
     delivery.renewed + (delivery.address.lease / 3).max(Duration::from_millis(1))
-}
-
-/// Returns the times at which a sequence ends if nothing happens before.
-fn times(sequence: &Sequence, max_wait: Duration, lease: Duration) -> [Option<(Duration, Overdue)>; 3] {
-    let deadline = sequence.deadline.map(|at| (at, Overdue::Deadline));
-    let second = match &sequence.work {
-        Work::Receive(reception) => {
-            reception.stage.has_lease().then_some((reception.lease.until(), Overdue::Lease))
-        }
-        Work::Send(delivery) => delivery.computed_at.map(|at| (at + lease, Overdue::Transfer)),
-        Work::Generate(_) => None,
-    };
-    // Bounded only until the first step: what was preempted has been admitted, and is let in again before others.
-    let waits = sequence.state == State::Waiting
-        && sequence.preemptions == 0
-        && matches!(sequence.pages, Pages::Nothing)
-        && !matches!(&sequence.work, Work::Generate(choice) if choice.behind.is_some());
-    let wait = waits.then(|| (sequence.since + max_wait, Overdue::Wait));
-    [deadline, second, wait]
 }

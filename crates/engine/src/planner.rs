@@ -113,6 +113,14 @@ impl Engine {
         let headroom = self.headroom();
         let Some(sequence) = self.sequences.get_mut(&slot) else { return false };
         let goal = sequence.goal();
+        if matches!(sequence.pages, Pages::Nothing) {
+            // Looked at first without a use being counted: it may wait for many steps.
+            let found = self.cache.peek_prefix(&sequence.salt, &sequence.tokens[..goal as usize]);
+            let missing = self.cache.pages_for(goal) - self.cache.pages_for(found);
+            if !self.cache.can_allocate(missing.saturating_add(headroom)) {
+                return false;
+            }
+        }
         let held = sequence.pages.take();
         let had_pages = matches!(held, Pages::Table(_));
         let mut table = match held {

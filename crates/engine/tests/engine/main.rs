@@ -9,6 +9,7 @@ mod losses;
 mod migration;
 #[cfg(feature = "mutants")]
 mod mutants;
+mod overlap;
 mod patterns;
 mod preemption;
 mod storm;

@@ -175,3 +175,34 @@ fn a_send_and_a_generation_share_the_budget_in_order() {
     rig.abort(1, &key("s"));
     rig.assert_idle();
 }
+
+#[test]
+fn two_engines_full_of_reservations_for_each_other_do_not_wait_for_ever() {
+    let mut rig = Rig::with(LoopbackHub::new(), [(config("e0", 8), toy()), (config("e1", 8), toy())]);
+    let calls: Vec<_> = (0..2).map(|number| sampled(number, 100, 8)).collect();
+    let mut addresses = Vec::new();
+    for (receiver, call) in calls.iter().enumerate() {
+        let prepared = rig.prep(receiver, prep(call.key.clone().expect("a key"), &call.prompt, 99));
+        addresses.push(prepared.expect("7 of 8 pages").kv_addr_info.expect("one"));
+    }
+    let mut sends = Vec::new();
+    let mut starts = Vec::new();
+    for (receiver, call) in calls.iter().enumerate() {
+        let id = call.key.clone().expect("a key");
+        let sending = send(id, &call.prompt, (0, 99), &addresses[receiver]);
+        sends.push(rig.call(1 - receiver, Call::RemoteSend(sending)));
+        let call = StartGenerate { begin: 99, ..again(call) };
+        starts.push(rig.call(receiver, Call::StartGenerate(Box::new(call))));
+    }
+    for _ in 0..10 {
+        rig.advance(std::time::Duration::from_millis(100));
+    }
+    for id in sends {
+        let refused = rig.answer(id).expect_err("there is no room");
+        assert!(matches!(refused, microserving_engine::EngineError::NoRoom { .. }), "{refused:?}");
+    }
+    for (call, id) in calls.iter().zip(starts) {
+        assert_eq!(rig.output(id).tokens, reference(call).tokens, "what does not come is computed here");
+    }
+    rig.assert_idle();
+}

@@ -44,6 +44,7 @@ struct Client {
     lost: bool,
 }
 
+#[derive(Debug)]
 enum Stage {
     Preparing(CallId),
     Sending(CallId),
@@ -260,7 +261,13 @@ fn storm(seed: u64, tally: &mut Tally) {
     }
     for client in &clients {
         let Stage::Over(output) = &client.stage else {
-            panic!("{:?} was never answered: {:?}", client.key(), rig.now);
+            let (Stage::Preparing(id) | Stage::Sending(id) | Stage::Generating(id) | Stage::Committing(id)) =
+                client.stage
+            else {
+                continue;
+            };
+            let heard = (rig.is_answered(id), rig.events(id));
+            panic!("{:?} was never answered in {:?}, it heard {heard:?}", client.key(), client.stage);
         };
         let Some(output) = output else { continue };
         if let Some(usage) = output.usage {
