@@ -46,6 +46,7 @@ mod reference;
 mod run;
 mod serve;
 mod shutdown;
+mod stall;
 mod values;
 
 pub use config::{ConfigError, Loaded, load};

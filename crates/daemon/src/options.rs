@@ -34,6 +34,11 @@ pub struct DaemonOptions {
           value_parser = positive_seconds)]
     pub header_timeout_seconds: Duration,
 
+    /// Seconds that a client may read nothing of an answer that is being written to it; then its connection is closed.
+    #[arg(long, env = "MICROSERVING_WRITE_TIMEOUT_SECONDS", value_name = "SECONDS", default_value = "60",
+          value_parser = positive_seconds)]
+    pub write_timeout_seconds: Duration,
+
     /// Seconds that requests in flight get to finish after SIGTERM or SIGINT. A second signal ends the process at once.
     #[arg(long, env = "MICROSERVING_DRAIN_SECONDS", value_name = "SECONDS", default_value = "30",
           value_parser = seconds)]

@@ -27,6 +27,7 @@ use tokio::task::{JoinHandle, JoinSet};
 use tower::ServiceExt;
 use tracing::{debug, info, warn};
 
+use crate::stall::StallGuard;
 use crate::{DaemonOptions, Health, Shutdown};
 
 /// Why the server cannot start.
@@ -98,6 +99,7 @@ impl HttpServer {
             app: Arc::clone(&app),
             shutdown,
             header_timeout: options.header_timeout_seconds,
+            write_timeout: options.write_timeout_seconds,
             slots: Arc::new(Semaphore::new(options.max_connections as usize)),
         };
         Ok(Self { address, app, accepting: tokio::spawn(acceptor.run()) })
@@ -150,6 +152,7 @@ struct Acceptor {
     app: Arc<App>,
     shutdown: Shutdown,
     header_timeout: Duration,
+    write_timeout: Duration,
     slots: Arc<Semaphore>,
 }
 
@@ -170,6 +173,7 @@ impl Acceptor {
                     let service = TowerToHyperService::new(routes.clone());
                     let closing = closing.clone();
                     let header_timeout = self.header_timeout;
+                    let stream = StallGuard::new(stream, self.write_timeout);
                     connections.spawn(async move {
                         let _slot = slot;
                         serve_connection(stream, service, header_timeout, closing).await;
@@ -208,7 +212,7 @@ impl Acceptor {
 }
 
 async fn serve_connection(
-    stream: TcpStream,
+    stream: StallGuard<TcpStream>,
     service: TowerToHyperService<Router>,
     header_timeout: Duration,
     closing: tokio_util::sync::CancellationToken,

@@ -226,6 +226,24 @@ async fn changes_of_the_cache_can_be_followed() {
     assert_eq!((bad.status, bad.json()["error"]["param"].as_str()), (400, Some("from")));
 }
 
+#[tokio::test]
+async fn followers_are_let_go_when_the_engine_drains() {
+    let d = one(&Settings::default()).await;
+    let following = d.get("/microserving/kv_events");
+    let draining = async {
+        // Any moment will do: a follower that comes after the drain is let go as well.
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        d.engine.drain().await.unwrap();
+    };
+    let (answer, ()) = tokio::join!(following, draining);
+    let (events, done) = answer.events_and_done();
+    assert!(!done);
+    assert_eq!(events.last().unwrap()["error"]["code"], "draining");
+    let refused = d.post("/v1/completions", &completion(&prompt(5, 1), 2)).await;
+    assert_eq!(refused.status, 503);
+    assert_eq!(d.get("/microserving/state").await.json()["draining"], true);
+}
+
 async fn first_events(d: &Node, query: &str, count: usize) -> Vec<Value> {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let mut stream = tokio::net::TcpStream::connect(d.address).await.unwrap();
