@@ -77,7 +77,8 @@ pub(crate) fn start(world: &Arc<World>, index: usize) {
     let wake = Arc::clone(&world.wakes[index]);
     engine.set_waker(Arc::new(move || wake.notify_one()));
 
-    let node = Serving { world: Arc::clone(world), index, boot, engine, window, num_steps: 0 };
+    let node =
+        Serving { world: Arc::clone(world), index, boot, engine, window, num_steps: 0, last_due: None };
     world.state().nodes[index].alive = true;
     let task = tokio::spawn(node.run());
     world.state().nodes[index].task = Some(task.abort_handle());
@@ -111,6 +112,8 @@ struct Serving {
     engine: Engine,
     window: Window,
     num_steps: u64,
+    /// When the hub's next message was due at the last look into the pages.
+    last_due: Option<Duration>,
 }
 
 impl Serving {
@@ -202,7 +205,12 @@ impl Serving {
             let detail = format!("engine {}: {violation}", self.index);
             world.violate(Invariant::PagesImmutable, detail);
         }
-        self.look_into_pages();
+        // What was written since the last look was written by a step, or by a peer, which takes the hub some message.
+        let due = world.hub.next_due();
+        if effects.computed || due != self.last_due {
+            self.last_due = due;
+            self.look_into_pages();
+        }
         self.answer_inspection();
     }
 
@@ -251,6 +259,21 @@ async fn wait_while_paused(world: &World, index: usize) {
 pub(crate) struct Inspection {
     pub(crate) counts: microserving_kvcache::PageCounts,
     pub(crate) idle: bool,
+}
+
+impl Inspection {
+    /// Says what is left that should not be.
+    pub(crate) fn complaints(&self) -> Vec<(Invariant, String)> {
+        let mut complaints = Vec::new();
+        let counts = self.counts;
+        if counts.reserved + counts.owned + counts.quarantined > 0 {
+            complaints.push((Invariant::PagesAddUp, format!("{counts:?}")));
+        }
+        if !self.idle {
+            complaints.push((Invariant::Ends, "something still lives".to_owned()));
+        }
+        complaints
+    }
 }
 
 fn message(panic: &(dyn Any + Send)) -> &str {

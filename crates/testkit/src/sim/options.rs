@@ -161,14 +161,17 @@ impl SimOptions {
         options
     }
 
-    /// Short leases, slow writes, little memory, and clients that leave: pages change hands while they are written to.
+    /// Short leases, little memory, and writers that stop in mid-write for several leases: pages change hands meanwhile.
     fn make_transfers_late(&mut self, dice: &mut Dice) {
         self.lease = dice.millis(150, 400);
-        self.transfers.max_delay = dice.millis(800, 2500);
+        self.transfers.max_delay = dice.millis(20, 120);
+        self.pause_every = Some(dice.millis(100, 300));
+        self.max_pause = Duration::from_millis(2000);
         self.num_pages = dice.range(24, 36) as u32;
         self.num_requests = 36;
         self.quarantine_cap = 1.0;
-        self.cancel = 0.5;
+        self.cancel = 0.3;
+        self.stubborn = 0.0;
     }
 
     fn draw(seed: u64) -> Self {

@@ -86,6 +86,42 @@ pub struct Tally {
     pub duplicates: u32,
 }
 
+impl Tally {
+    /// Adds another run's counts.
+    pub fn add(&mut self, other: &Self) {
+        let Self {
+            done,
+            failed,
+            cancelled,
+            retries,
+            tokens,
+            sent_tokens,
+            matched_tokens,
+            steps,
+            crashes,
+            pauses,
+            cuts,
+            router_deaths,
+            lost,
+            duplicates,
+        } = other;
+        self.done += done;
+        self.failed += failed;
+        self.cancelled += cancelled;
+        self.retries += retries;
+        self.tokens += tokens;
+        self.sent_tokens += sent_tokens;
+        self.matched_tokens += matched_tokens;
+        self.steps += steps;
+        self.crashes += crashes;
+        self.pauses += pauses;
+        self.cuts += cuts;
+        self.router_deaths += router_deaths;
+        self.lost += lost;
+        self.duplicates += duplicates;
+    }
+}
+
 /// The outcome of [`super::run`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report {
