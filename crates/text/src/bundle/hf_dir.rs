@@ -6,7 +6,7 @@ use std::path::Path;
 use microserving_protocol::TokenId;
 use serde_json::Value;
 
-use super::{TextBundle, TokenizerSource, VERSION, read};
+use super::{END_NAMES, TextBundle, TokenizerSource, VERSION, read};
 use crate::error::TextError;
 use crate::tokenizer::Tokenizer;
 
@@ -28,6 +28,8 @@ pub(super) fn load(tokenizer_json: &Path, dir: &Path, model: &str) -> Result<Tex
     if eos_token_ids.is_empty() {
         eos_token_ids = ids(&config["eos_token_id"], "config.json: eos_token_id")?;
     }
+    let ends = END_NAMES.iter().filter_map(|name| tokenizer.special_id(name));
+    eos_token_ids.extend(ends.filter(|&id| tokenizer.is_special(id)));
     eos_token_ids.sort_unstable();
     eos_token_ids.dedup();
     Ok(TextBundle {

@@ -113,6 +113,15 @@ fn a_directory_says_by_several_files_what_ends_an_answer() {
 }
 
 #[test]
+fn well_known_ends_of_a_turn_end_an_answer_in_every_format() {
+    let dir = dir(&[("generation_config.json", r#"{ "eos_token_id": 2 }"#)]);
+    let json = TOKENIZER_JSON.replace("<|eot|>", "<|im_end|>");
+    fs::write(dir.path().join("tokenizer.json"), json).unwrap();
+    let bundle = TextBundle::load(dir.path(), "m").unwrap();
+    assert_eq!(bundle.eos_token_ids, [TokenId(2), TokenId(3)]);
+}
+
+#[test]
 fn the_chat_template_comes_from_the_most_specific_file() {
     let check = |files: &[(&str, &str)], expected: Option<&str>| {
         let bundle = TextBundle::load(dir(files).path(), "m").unwrap();
