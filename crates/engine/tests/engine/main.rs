@@ -2,6 +2,7 @@
 
 mod bounds;
 mod cancelling;
+mod failures;
 mod handle;
 mod idempotency;
 mod leases;
