@@ -8,6 +8,9 @@ use clap::Parser;
 
 use crate::{ConfigError, DaemonOptions, Loaded, Shutdown, init_logging, load};
 
+/// Threads for work that is too long for those that serve HTTP.
+const BLOCKING_THREADS: usize = 16;
+
 /// A daemon's options: a clap declaration that holds [`DaemonOptions`].
 pub trait Daemon: Parser {
     /// Returns the shared options.
@@ -42,6 +45,8 @@ pub fn run_daemon<T: Daemon, F: Future<Output = anyhow::Result<()>>>(
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(threads)
         .thread_name("http")
+        // For long texts and bodies; more of them at once than this would only slow each other and the engine down.
+        .max_blocking_threads(BLOCKING_THREADS)
         .enable_all()
         .build();
     let runtime = match runtime {

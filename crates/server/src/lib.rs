@@ -15,13 +15,40 @@
 //!
 //! # Example
 //!
-//! ```no_run
-//! # fn engine() -> microserving_engine::EngineHandle { unimplemented!() }
-//! use microserving_server::{ModelText, ServerConfig, router};
+//! An engine with the toy model answers a request; the router could as well be served from a port or nested in another one.
 //!
-//! let routes = router(engine(), ModelText::toy(), ServerConfig::new("toy"));
-//! // `routes` is an axum router: serve it from a port, or nest it in a service of your own.
-//! # let _: axum::Router = routes;
+//! ```
+//! use axum::body::Body;
+//! use http::Request;
+//! use microserving_engine::{Engine, EngineConfig, EngineHandle, Entropy};
+//! use microserving_executor::{ToyConfig, ToyExecutor};
+//! use microserving_protocol::{ClusterKey, Incarnation};
+//! use microserving_server::{ModelText, ServerConfig, router};
+//! use microserving_transport::LoopbackHub;
+//! use tower::ServiceExt;
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let entropy = Entropy {
+//!     incarnation: Incarnation(1),
+//!     cluster_key: ClusterKey::from_random([7; 32]),
+//!     key_is_shared: false,
+//!     mint_seed: 1,
+//! };
+//! let engine = Engine::new(
+//!     EngineConfig::new("engine-0", 64),
+//!     Box::new(ToyExecutor::new(ToyConfig::default())?),
+//!     Box::new(LoopbackHub::new().transport("engine-0")),
+//!     entropy,
+//! )?;
+//! let (engine, _thread) = EngineHandle::spawn(engine)?;
+//! let routes = router(engine, ModelText::toy(), ServerConfig::new("toy"));
+//!
+//! let request = Request::post("/v1/completions").body(Body::from(r#"{"prompt": "Once", "max_tokens": 3}"#))?;
+//! let response = routes.oneshot(request).await?;
+//! assert_eq!(response.status(), 200);
+//! # Ok(())
+//! # }
 //! ```
 
 #![forbid(unsafe_code)]
