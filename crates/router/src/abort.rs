@@ -12,7 +12,7 @@ use tracing::{debug, warn};
 
 use crate::{Engine, Metrics};
 
-/// Aborts that may wait. When more are wanted the oldest leases do the work; they end in any case.
+/// Aborts that may wait. One that finds the queue full is dropped: the sequence then ends with its lease.
 const QUEUE: usize = 4096;
 /// Aborts on their way at once.
 const CONCURRENCY: usize = 64;

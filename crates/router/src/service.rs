@@ -1,6 +1,7 @@
 //! The router as one value: engines, programs, metrics, and the tasks that keep them current.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use microserving_client::CallContext;
@@ -65,6 +66,7 @@ pub struct RouterService {
     pub(crate) randomness: Randomness,
     pub(crate) slots: Arc<Semaphore>,
     pub(crate) request_timeout: Duration,
+    draining: AtomicBool,
 }
 
 /// The tasks of a router: one watcher an engine, and the one that sends aborts. Dropping it stops them at once.
@@ -105,6 +107,7 @@ impl RouterService {
             randomness: config.randomness,
             slots: Arc::new(Semaphore::new(config.max_in_flight.min(Semaphore::MAX_PERMITS))),
             request_timeout: config.request_timeout,
+            draining: AtomicBool::new(false),
         };
         Ok((Arc::new(service), tasks))
     }
@@ -125,6 +128,15 @@ impl RouterService {
     #[must_use]
     pub fn metrics(&self) -> &Metrics {
         &self.shared.metrics
+    }
+
+    /// Takes no new requests that generate from now on; those in flight end as they would.
+    pub fn drain(&self) {
+        self.draining.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::Relaxed)
     }
 
     /// Waits until at least `num_engines` engines are ready, and the tokenizers of their models are here.

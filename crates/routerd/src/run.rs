@@ -27,9 +27,9 @@ pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
     config.codec = codec(&options).await?;
     let num_engines = config.engines.len();
 
+    let (service, tasks) = RouterService::start(config).map_err(|error| Refused(error.to_string()))?;
     let health = Health::new();
     let server = HttpServer::bind(&options.listen, &options.daemon, health.clone(), shutdown.clone()).await?;
-    let (service, tasks) = RouterService::start(config).map_err(|error| Refused(error.to_string()))?;
     server.install(service.http());
     info!(address = %server.address(), num_engines, pattern = %service.patterns().current(), "routing");
 
@@ -42,6 +42,7 @@ pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
         () = shutdown.begun() => {}
     }
     health.draining();
+    service.drain();
     server.finished().await;
     // Streams that the drain cut off have put their aborts into the queue by now.
     tasks.stop().await;

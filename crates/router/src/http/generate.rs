@@ -98,6 +98,10 @@ impl Arrival {
     async fn serve(self, service: &Arc<RouterService>, body: &[u8], door: Door) -> Result<Response, Failure> {
         let Self { at, call, chosen, mut record } = self;
         let ready = async {
+            if service.is_draining() {
+                let error = ApiError::unavailable("the router is draining", Duration::from_secs(1));
+                return Err(error.with_code("draining").into());
+            }
             let slot = service.slots.clone().try_acquire_owned().map_err(|_| {
                 let reason = "the router serves as many requests at once as it may";
                 ApiError::too_many_requests(reason, Duration::from_secs(1))

@@ -71,8 +71,13 @@ pub(crate) async fn live() -> Json<serde_json::Value> {
     Json(json!({"status": "live"}))
 }
 
-/// Ready when some engine is.
+/// Ready when some engine is, and the router is not about to end.
 pub(crate) async fn ready(State(service): State<Arc<RouterService>>) -> Response {
+    if service.is_draining() {
+        let error =
+            ApiError::unavailable("the router is draining", Duration::from_secs(1)).with_code("draining");
+        return Failure(error).into_response();
+    }
     let engines = service.cluster().engines();
     let ready = engines.iter().filter(|engine| engine.health() == Health::Ready).count();
     if ready == 0 {

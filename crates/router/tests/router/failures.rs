@@ -265,3 +265,21 @@ async fn too_many_requests_are_shed() {
     assert_eq!(world.complete(&body(false)).await.status, 200, "the slot is free again");
     world.end().await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_draining_router_ends_what_it_has_and_takes_nothing_new() {
+    let d = Fake::new("d");
+    let world = World::new(&[(&d, Role::Any)], "data_parallel").await;
+    let request = axum::http::Request::post("/v1/completions").body(axum::body::Body::from(body(true)));
+    let first =
+        tower::ServiceExt::oneshot(world.app(), request.expect("a request")).await.expect("infallible");
+    world.service.drain();
+    let second = world.complete(&body(false)).await;
+    assert_eq!((second.status.as_u16(), second.json()["error"]["code"].as_str()), (503, Some("draining")));
+    assert_eq!(second.headers["retry-after"], "1");
+    assert_eq!(world.get("/health/ready").await.status, 503);
+    assert_eq!(world.get("/health/live").await.status, 200);
+    let rest = http_body_util::BodyExt::collect(first.into_body()).await.expect("a whole body").to_bytes();
+    assert!(rest.ends_with(b"data: [DONE]\n\n"));
+    world.end().await;
+}
