@@ -77,8 +77,6 @@ pub(crate) enum RopeScaling {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct ModelConfig {
     pub(crate) architecture: Architecture,
-    /// The model's name in its files, if they have one.
-    pub(crate) name: Option<String>,
     pub(crate) num_layers: usize,
     /// Width of the residual stream.
     pub(crate) hidden: usize,

@@ -22,8 +22,6 @@ pub struct CandleExecutor {
     kv: Option<(KvGeometry, Arc<dyn KvMemory>)>,
     /// Pages written by the step at hand; kept for its memory.
     written: Vec<PageId>,
-    /// Rows whose logits are wanted; kept for its memory.
-    wanted: Vec<usize>,
 }
 
 impl CandleExecutor {
@@ -80,7 +78,7 @@ impl CandleExecutor {
             tp_size: 1,
         };
         let stem = || config.path.file_stem().map(|stem| stem.to_string_lossy().into_owned());
-        let model = config.model.clone().or_else(|| shape.name.clone()).or_else(stem);
+        let model = config.model.clone().or_else(stem);
         let info = ExecutorInfo {
             model: model.unwrap_or_else(|| shape.architecture.name().to_owned()),
             layout,
@@ -91,59 +89,13 @@ impl CandleExecutor {
         let pool = Pool::new(config.threads)
             .map_err(|err| ExecutorError::Device { reason: format!("threads: {err}") })?;
         let model = Model::new(shape, weights, kernels, pool);
-        Ok(Self { info, model, kv: None, written: Vec::new(), wanted: Vec::new() })
+        Ok(Self { info, model, kv: None, written: Vec::new() })
     }
 
     /// Returns the bytes that the weights take.
     #[must_use]
     pub fn weight_bytes(&self) -> usize {
         self.model.weights.arena.num_bytes()
-    }
-
-    /// Checks the batch against the contract, so that the walk can rely on it.
-    fn check(&mut self, batch: &Batch<'_>, num_pages: u32) -> Result<(), ExecutorError> {
-        let page_size = self.info.layout.page_size;
-        self.written.clear();
-        for (item, entry) in batch.items.iter().enumerate() {
-            let malformed = |reason: String| ExecutorError::MalformedBatch { item, reason };
-            if entry.tokens.is_empty() {
-                return Err(malformed("it has no tokens".into()));
-            }
-            let end = entry.position as usize + entry.tokens.len();
-            if end > self.info.max_context as usize {
-                return Err(malformed(format!(
-                    "it ends at position {end}, the context holds {}",
-                    self.info.max_context
-                )));
-            }
-            let needed = end.div_ceil(page_size as usize);
-            if entry.pages.len() < needed {
-                return Err(malformed(format!("it has {} pages, {needed} are needed", entry.pages.len())));
-            }
-            if let Some(token) = entry.tokens.iter().find(|token| token.0 >= self.info.vocab_size) {
-                return Err(malformed(format!(
-                    "token {token} is outside the vocabulary of {}",
-                    self.info.vocab_size
-                )));
-            }
-            if let Some(page) = entry.pages[..needed].iter().find(|page| page.0 >= num_pages) {
-                return Err(malformed(format!("page {page} is outside the region of {num_pages}")));
-            }
-            self.written.extend_from_slice(&entry.pages[(entry.position / page_size) as usize..needed]);
-        }
-        self.written.sort_unstable();
-        if let Some(pair) = self.written.windows(2).find(|pair| pair[0] == pair[1]) {
-            let page = pair[0];
-            let writes = |entry: &microserving_executor::BatchItem<'_>| {
-                entry.pages[(entry.position / page_size) as usize..].contains(&page)
-            };
-            let item = batch.items.iter().rposition(writes).unwrap_or(0);
-            return Err(ExecutorError::MalformedBatch {
-                item,
-                reason: format!("page {page} would be written twice"),
-            });
-        }
-        Ok(())
     }
 }
 
@@ -180,32 +132,28 @@ impl Executor for CandleExecutor {
         batch: &mut Batch<'_>,
         on_layer: &mut dyn FnMut(LayerId),
     ) -> Result<StepOutput, ExecutorError> {
-        let (geometry, memory) = self
-            .kv
-            .clone()
-            .ok_or_else(|| ExecutorError::Memory { reason: "attach was not called".into() })?;
-        self.check(batch, geometry.num_pages)?;
+        let Self { info, model, kv, written } = self;
+        let (geometry, memory) =
+            kv.as_ref().ok_or_else(|| ExecutorError::Memory { reason: "attach was not called".into() })?;
+        check(batch, info, geometry.num_pages, written)?;
         let sequences: Vec<Sequence<'_>> = batch
             .items
             .iter()
-            .map(|item| Sequence { tokens: item.tokens, position: item.position, pages: item.pages })
+            .map(|item| Sequence {
+                tokens: item.tokens,
+                position: item.position,
+                pages: item.pages,
+                wants_logits: item.sampler.is_some(),
+            })
             .collect();
-        let region = KvRegion { base: memory.base_address() as *mut u8, geometry: &geometry };
+        let region = KvRegion { base: memory.base_address() as *mut u8, geometry };
         // SAFETY: the batch was checked; `memory` keeps the region mapped, is large enough and aligned by `attach`; that no
         // peer touches pages being written, and that pages read are written, is the contract of `forward`.
-        unsafe { self.model.run_layers(&sequences, region, on_layer) };
+        let num_logits = unsafe { model.run_layers(&sequences, region, on_layer) };
 
-        self.wanted.clear();
-        let mut end = 0;
-        for item in &batch.items {
-            end += item.tokens.len();
-            if item.sampler.is_some() {
-                self.wanted.push(end - 1);
-            }
-        }
         let mut sampled = Vec::with_capacity(batch.items.len());
         let mut items = batch.items.iter_mut();
-        self.model.logits(&self.wanted, &mut |logits| {
+        model.logits(num_logits, &mut |logits| {
             for item in items.by_ref() {
                 if let Some(sampler) = item.sampler.as_mut() {
                     sampled.push(Some(sampler.sample(logits)));
@@ -217,4 +165,52 @@ impl Executor for CandleExecutor {
         sampled.resize(batch.items.len(), None);
         Ok(StepOutput { sampled, modelled: None })
     }
+}
+
+/// Checks the batch against the contract, so that the walk can rely on it. `written` is scratch: the pages that it writes.
+fn check(
+    batch: &Batch<'_>,
+    info: &ExecutorInfo,
+    num_pages: u32,
+    written: &mut Vec<PageId>,
+) -> Result<(), ExecutorError> {
+    let page_size = info.layout.page_size;
+    written.clear();
+    for (item, entry) in batch.items.iter().enumerate() {
+        let malformed = |reason: String| ExecutorError::MalformedBatch { item, reason };
+        if entry.tokens.is_empty() {
+            return Err(malformed("it has no tokens".into()));
+        }
+        let end = entry.position as usize + entry.tokens.len();
+        if end > info.max_context as usize {
+            return Err(malformed(format!(
+                "it ends at position {end}, the context holds {}",
+                info.max_context
+            )));
+        }
+        let needed = end.div_ceil(page_size as usize);
+        if entry.pages.len() < needed {
+            return Err(malformed(format!("it has {} pages, {needed} are needed", entry.pages.len())));
+        }
+        if let Some(token) = entry.tokens.iter().find(|token| token.0 >= info.vocab_size) {
+            return Err(malformed(format!("token {token} is outside the vocabulary of {}", info.vocab_size)));
+        }
+        if let Some(page) = entry.pages[..needed].iter().find(|page| page.0 >= num_pages) {
+            return Err(malformed(format!("page {page} is outside the region of {num_pages}")));
+        }
+        written.extend_from_slice(&entry.pages[(entry.position / page_size) as usize..needed]);
+    }
+    written.sort_unstable();
+    if let Some(pair) = written.windows(2).find(|pair| pair[0] == pair[1]) {
+        let page = pair[0];
+        let writes = |entry: &microserving_executor::BatchItem<'_>| {
+            entry.pages[(entry.position / page_size) as usize..].contains(&page)
+        };
+        let item = batch.items.iter().rposition(writes).unwrap_or(0);
+        return Err(ExecutorError::MalformedBatch {
+            item,
+            reason: format!("page {page} would be written twice"),
+        });
+    }
+    Ok(())
 }

@@ -38,6 +38,8 @@ pub(crate) struct Sequence<'a> {
     pub(crate) tokens: &'a [TokenId],
     pub(crate) position: u32,
     pub(crate) pages: &'a [PageId],
+    /// Its last token's logits are wanted.
+    pub(crate) wants_logits: bool,
 }
 
 /// Where a row of the batch keeps its KV.
@@ -59,6 +61,10 @@ struct Buffers {
     sin: Vec<f32>,
     slots: Vec<Slot>,
     units: Vec<Unit>,
+    /// The units of the last layer: past the KV cache it is of use only to rows whose logits are wanted.
+    last_units: Vec<Unit>,
+    /// Those rows.
+    wanted: Vec<usize>,
     inputs: Inputs,
     /// `[ROW_BLOCK][..]`, what a product returned.
     outputs: Vec<f32>,
@@ -187,7 +193,8 @@ impl Model {
         }
     }
 
-    /// Computes all layers: the KV of all rows is in the pages afterwards, their last hidden state in the buffers.
+    /// Computes all layers: the KV of all rows is in the pages afterwards, and the last hidden states of those whose logits
+    /// are wanted are the first rows of the buffer. Returns their number.
     ///
     /// # Safety
     /// - The items were checked: tokens in the vocabulary, enough pages, all inside the region, no page written by two items.
@@ -197,7 +204,7 @@ impl Model {
         items: &[Sequence<'_>],
         kv: KvRegion<'_>,
         on_layer: &mut dyn FnMut(LayerId),
-    ) {
+    ) -> usize {
         let rows = self.prepare(items, kv.geometry.layout.page_size);
         for layer in 0..self.config.num_layers {
             let weights = self.weights.layers[layer];
@@ -207,12 +214,27 @@ impl Model {
                 unsafe { self.write_kv(&weights, id, block, kv) };
             }
             on_layer(id);
+            let is_last = layer + 1 == self.config.num_layers;
             // SAFETY: as the caller promises; the layer's KV is written.
-            unsafe { self.attend_all(items, id, kv) };
+            unsafe { self.attend_all(items, id, kv, is_last) };
+            let rows = if is_last { self.keep_wanted() } else { rows };
             for block in blocks(rows) {
                 self.finish_layer(&weights, block);
             }
         }
+        self.buffers.wanted.len()
+    }
+
+    /// Moves the rows whose logits are wanted to the front; returns their number.
+    fn keep_wanted(&mut self) -> usize {
+        let (hidden, q_width) = (self.config.hidden, self.config.q_width());
+        let Buffers { x, q, wanted, .. } = &mut self.buffers;
+        // Rows are in order, so none is overwritten before it has moved.
+        for (to, &from) in wanted.iter().enumerate() {
+            x.copy_within(from * hidden..(from + 1) * hidden, to * hidden);
+            q.copy_within(from * q_width..(from + 1) * q_width, to * q_width);
+        }
+        wanted.len()
     }
 
     /// Looks up embeddings, angles, slots and units of the batch; returns its rows.
@@ -226,6 +248,8 @@ impl Model {
         grow(&mut buffers.sin, rows * half);
         buffers.slots.clear();
         buffers.units.clear();
+        buffers.last_units.clear();
+        buffers.wanted.clear();
         let mut row = 0;
         for (index, item) in items.iter().enumerate() {
             let first_row = row;
@@ -244,8 +268,20 @@ impl Model {
                 });
                 row += 1;
             }
+            if item.wants_logits {
+                buffers.wanted.push(row - 1);
+            }
             let per_unit = self.heads.tokens_per_unit();
             for head in 0..self.config.num_kv_heads {
+                if item.wants_logits {
+                    buffers.last_units.push(Unit {
+                        item: index,
+                        head,
+                        first_row: row - 1,
+                        num_tokens: 1,
+                        position: item.position + (row - 1 - first_row) as u32,
+                    });
+                }
                 for first in (0..item.tokens.len()).step_by(per_unit) {
                     buffers.units.push(Unit {
                         item: index,
@@ -325,15 +361,15 @@ impl Model {
         });
     }
 
-    /// Attention of all rows.
+    /// Attention of all rows, or in the last layer of those whose logits are wanted.
     ///
     /// # Safety
     /// As [`Self::run_layers`], and the layer's KV is written.
-    unsafe fn attend_all(&mut self, items: &[Sequence<'_>], layer: LayerId, kv: KvRegion<'_>) {
+    unsafe fn attend_all(&mut self, items: &[Sequence<'_>], layer: LayerId, kv: KvRegion<'_>, is_last: bool) {
         let Self { heads, kernels, pool, buffers, attention, .. } = self;
         let (heads, kernels, attention) = (&*heads, *kernels, &*attention);
         let queries = Parts::new(&mut buffers.q);
-        let units = &buffers.units;
+        let units = if is_last { &buffers.last_units } else { &buffers.units };
         pool.run(units.len(), &|unit, thread| {
             let unit = &units[unit];
             // A panicked piece leaves scratch in any state, and every unit starts it anew.
@@ -399,35 +435,28 @@ impl Model {
         });
     }
 
-    /// Computes the logits of some rows of the batch just run, calling `each` for one after the other.
-    pub(crate) fn logits(&mut self, rows: &[usize], each: &mut dyn FnMut(&mut [f32])) {
+    /// Computes the logits of the first `rows` hidden states, calling `each` for one after the other.
+    pub(crate) fn logits(&mut self, rows: usize, each: &mut dyn FnMut(&mut [f32])) {
         let Self { config, weights, kernels, pool, buffers, .. } = self;
         let (kernels, arena, hidden) = (*kernels, &weights.arena, config.hidden);
         let norm = weights.final_norm.get(arena);
         let stride = weights.output.padded_outputs();
-        for block in rows.chunks(LOGIT_BLOCK) {
-            let inputs = buffers.inputs.parts(&weights.output, block.len());
-            grow(&mut buffers.outputs, block.len() * hidden);
+        for begin in (0..rows).step_by(LOGIT_BLOCK) {
+            let block = LOGIT_BLOCK.min(rows - begin);
+            let inputs = buffers.inputs.parts(&weights.output, block);
+            grow(&mut buffers.outputs, block * hidden);
             let normed = Parts::new(&mut buffers.outputs);
             let x = &buffers.x;
-            for_rows(pool, block.len(), &|row| {
+            for_rows(pool, block, &|row| {
                 // SAFETY: each row is visited once.
                 unsafe {
                     let normed = normed.get(row * hidden..(row + 1) * hidden);
-                    kernels.rms_norm(&x[block[row] * hidden..][..hidden], norm, config.rms_eps, normed);
+                    kernels.rms_norm(&x[(begin + row) * hidden..][..hidden], norm, config.rms_eps, normed);
                     inputs.put(kernels, row, normed);
                 }
             });
-            multiply(
-                kernels,
-                pool,
-                arena,
-                &weights.output,
-                &buffers.inputs,
-                block.len(),
-                &mut buffers.logits,
-            );
-            for logits in buffers.logits.chunks_exact_mut(stride).take(block.len()) {
+            multiply(kernels, pool, arena, &weights.output, &buffers.inputs, block, &mut buffers.logits);
+            for logits in buffers.logits.chunks_exact_mut(stride).take(block) {
                 each(&mut logits[..config.vocab_size]);
             }
         }

@@ -355,6 +355,11 @@ pub(crate) enum Activation {
     Q8,
 }
 
+/// Rounds to the nearest integer, halves to even, if it is below 2^22: adding 1.5 * 2^23 leaves no bits for a fraction.
+fn round(x: f32) -> f32 {
+    (x + 12_582_912.0) - 12_582_912.0
+}
+
 /// Quantises up to 32 weights: the scale is rounded to half precision first, so that the weights are rounded against the
 /// scale that will be multiplied back.
 fn quantise_block(x: &[f32]) -> (f16, [i8; Q8_BLOCK]) {
@@ -364,7 +369,7 @@ fn quantise_block(x: &[f32]) -> (f16, [i8; Q8_BLOCK]) {
     let mut quants = [0; Q8_BLOCK];
     if divisor > 0.0 {
         for (quant, &x) in quants.iter_mut().zip(x) {
-            *quant = (x / divisor).round_ties_even().clamp(-127.0, 127.0) as i8;
+            *quant = round(x / divisor).clamp(-127.0, 127.0) as i8;
         }
     }
     (scale, quants)

@@ -238,3 +238,27 @@ unsafe fn q8_block<const MR: usize>(p: &Q8<'_>, i: usize, t: usize, out: Output<
     // SAFETY: as the caller promises.
     unsafe { store(&acc, i, t, out) };
 }
+
+/// Widens half precision; both slices are of one length, a multiple of 16.
+#[target_feature(enable = "avx2,f16c")]
+pub(super) fn widen_f16(from: &[u16], to: &mut [f32]) {
+    for (from, to) in from.chunks_exact(8).zip(to.chunks_exact_mut(8)) {
+        // SAFETY: both chunks hold 8 elements.
+        unsafe {
+            let wide = _mm256_cvtph_ps(_mm_loadu_si128(from.as_ptr().cast()));
+            _mm256_storeu_ps(to.as_mut_ptr(), wide);
+        }
+    }
+}
+
+/// Rounds to half precision; both slices are of one length, a multiple of 16.
+#[target_feature(enable = "avx2,f16c")]
+pub(super) fn narrow_f16(from: &[f32], to: &mut [u16]) {
+    for (from, to) in from.chunks_exact(8).zip(to.chunks_exact_mut(8)) {
+        // SAFETY: both chunks hold 8 elements.
+        unsafe {
+            let narrow = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_loadu_ps(from.as_ptr()));
+            _mm_storeu_si128(to.as_mut_ptr().cast(), narrow);
+        }
+    }
+}

@@ -346,3 +346,27 @@ pub(super) unsafe fn transpose(
         }
     }
 }
+
+/// Widens half precision; both slices are of one length, a multiple of 16.
+#[target_feature(enable = "avx512f")]
+pub(super) fn widen_f16(from: &[u16], to: &mut [f32]) {
+    for (from, to) in from.chunks_exact(16).zip(to.chunks_exact_mut(16)) {
+        // SAFETY: both chunks hold 16 elements.
+        unsafe {
+            let wide = _mm512_cvtph_ps(_mm256_loadu_si256(from.as_ptr().cast()));
+            _mm512_storeu_ps(to.as_mut_ptr(), wide);
+        }
+    }
+}
+
+/// Rounds to half precision; both slices are of one length, a multiple of 16.
+#[target_feature(enable = "avx512f")]
+pub(super) fn narrow_f16(from: &[f32], to: &mut [u16]) {
+    for (from, to) in from.chunks_exact(16).zip(to.chunks_exact_mut(16)) {
+        // SAFETY: both chunks hold 16 elements.
+        unsafe {
+            let narrow = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm512_loadu_ps(from.as_ptr()));
+            _mm256_storeu_si256(to.as_mut_ptr().cast(), narrow);
+        }
+    }
+}

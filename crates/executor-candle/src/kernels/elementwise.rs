@@ -3,7 +3,8 @@
 //! They are written once, over sixteen explicit lanes, and compiled once per instruction level. Rust neither fuses nor
 //! reorders floating-point operations, so each returns the same bits at every level.
 
-use half::{bf16, f16, slice::HalfFloatSliceExt};
+use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
+use half::{bf16, f16};
 use microserving_protocol::KvDtype;
 
 use super::{KernelLevel, Kernels, Q8_BLOCK};
@@ -247,8 +248,9 @@ pub(crate) fn exp(x: f32) -> f32 {
     p = p * r + 1.0;
     // The low bits of `shifted` are n as an integer; moving them to the exponent makes 2^n.
     let power = f32::from_bits((shifted.to_bits() << 23).wrapping_add(0x3f80_0000));
-    // A NaN fails the comparison and comes out as a NaN, so a broken model shows instead of sampling nonsense.
-    if x < -87.3 { 0.0 } else { p * power + (x - x) * 0.0 }
+    // A NaN comes out as one, so that a broken model shows instead of sampling nonsense.
+    let finite = if x < -87.3 { 0.0 } else { p * power };
+    if x.is_nan() { x } else { finite }
 }
 
 /// Rounds to bfloat16, to nearest, halves to even; a NaN stays one.
@@ -285,6 +287,44 @@ impl Kernels {
         }
     }
 
+    /// Widens half precision, exactly.
+    fn widen_f16(self, from: &[u16], to: &mut [f32]) {
+        let whole = from.len().min(to.len()) / LANES * LANES;
+        let (from, from_rest) = from.split_at(whole);
+        let (to, to_rest) = to.split_at_mut(whole);
+        match self.level() {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: `Kernels` proves the instructions; both are of one length, a multiple of 16.
+            KernelLevel::Avx2 => unsafe { super::avx2::widen_f16(from, to) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            KernelLevel::Avx512 => unsafe { super::avx512::widen_f16(from, to) },
+            _ => from.reinterpret_cast::<f16>().convert_to_f32_slice(to),
+        }
+        for (to, &from) in to_rest.iter_mut().zip(from_rest) {
+            *to = f16::from_bits(from).to_f32();
+        }
+    }
+
+    /// Rounds to half precision, to nearest, halves to even.
+    fn narrow_f16(self, from: &[f32], to: &mut [u16]) {
+        let whole = from.len().min(to.len()) / LANES * LANES;
+        let (from, from_rest) = from.split_at(whole);
+        let (to, to_rest) = to.split_at_mut(whole);
+        match self.level() {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: `Kernels` proves the instructions; both are of one length, a multiple of 16.
+            KernelLevel::Avx2 => unsafe { super::avx2::narrow_f16(from, to) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            KernelLevel::Avx512 => unsafe { super::avx512::narrow_f16(from, to) },
+            _ => to.reinterpret_cast_mut::<f16>().convert_from_f32_slice(from),
+        }
+        for (to, &from) in to_rest.iter_mut().zip(from_rest) {
+            *to = f16::from_f32(from).to_bits();
+        }
+    }
+
     /// Stores a row of KV at `to`, rounded to the cache's element type.
     ///
     /// # Safety
@@ -294,13 +334,12 @@ impl Kernels {
             // SAFETY: as the caller promises.
             KvDtype::F32 => unsafe { to.cast::<f32>().copy_from_nonoverlapping(row.as_ptr(), row.len()) },
             KvDtype::F16 => {
-                // SAFETY: as the caller promises; any bits are an f16.
-                unsafe { std::slice::from_raw_parts_mut(to.cast::<f16>(), row.len()) }
-                    .convert_from_f32_slice(row);
+                // SAFETY: as the caller promises.
+                self.narrow_f16(row, unsafe { std::slice::from_raw_parts_mut(to.cast::<u16>(), row.len()) });
             }
-            // SAFETY: as the caller promises.
             KvDtype::Bf16 => {
-                self.to_bf16(row, unsafe { std::slice::from_raw_parts_mut(to.cast::<u16>(), row.len()) })
+                // SAFETY: as the caller promises.
+                self.to_bf16(row, unsafe { std::slice::from_raw_parts_mut(to.cast::<u16>(), row.len()) });
             }
             KvDtype::U64 => unreachable!("refused when the executor is loaded"),
         }
@@ -315,9 +354,8 @@ impl Kernels {
             // SAFETY: as the caller promises.
             KvDtype::F32 => unsafe { row.as_mut_ptr().copy_from_nonoverlapping(from.cast(), row.len()) },
             KvDtype::F16 => {
-                // SAFETY: as the caller promises; any bits are an f16.
-                unsafe { std::slice::from_raw_parts(from.cast::<f16>(), row.len()) }
-                    .convert_to_f32_slice(row);
+                // SAFETY: as the caller promises.
+                self.widen_f16(unsafe { std::slice::from_raw_parts(from.cast::<u16>(), row.len()) }, row);
             }
             KvDtype::Bf16 => {
                 // SAFETY: as the caller promises; any bits are a bf16.

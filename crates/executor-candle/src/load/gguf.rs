@@ -355,9 +355,8 @@ impl Fields<'_> {
             }
         };
         let embedding = self.content.tensor_infos.get("token_embd.weight");
-        let vocab_size = match embedding.map(|info| info.shape.dims()) {
-            Some(&[vocab_size, _]) => vocab_size,
-            _ => return Err(self.error("tensor token_embd.weight is missing or not a matrix")),
+        let Some(&[vocab_size, _]) = embedding.map(|info| info.shape.dims()) else {
+            return Err(self.error("tensor token_embd.weight is missing or not a matrix"));
         };
         let rms_key = key("attention.layer_norm_rms_epsilon");
         let rms_eps =
@@ -365,7 +364,6 @@ impl Fields<'_> {
         let max_context = self.required(&key("context_length"))?;
         let config = ModelConfig {
             architecture,
-            name: self.string("general.name")?.map(str::to_owned),
             num_layers: self.required(&key("block_count"))?,
             hidden,
             intermediate: self.required(&key("feed_forward_length"))?,

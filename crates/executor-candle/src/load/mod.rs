@@ -7,5 +7,5 @@ mod source;
 
 pub(crate) use build::{LayerWeights, ModelWeights, build};
 pub(crate) use gguf::GgufSource;
-pub(crate) use safetensors::SafetensorsSource;
+pub(crate) use safetensors::{SafetensorsSource, shard_paths};
 pub(crate) use source::{Tensor, TensorSource, TensorType, load_error};

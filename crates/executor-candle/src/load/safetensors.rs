@@ -83,7 +83,7 @@ impl SafetensorsSource {
 }
 
 /// Returns the weight files: those that the index names, else the one without an index.
-fn shard_paths(directory: &Path) -> Result<Vec<PathBuf>, ExecutorError> {
+pub(crate) fn shard_paths(directory: &Path) -> Result<Vec<PathBuf>, ExecutorError> {
     #[derive(Deserialize)]
     struct Index {
         weight_map: BTreeMap<String, String>,
@@ -227,8 +227,6 @@ fn widen(kind: TensorType, bytes: &[u8], values: &mut [f32]) {
 #[derive(Debug, Deserialize)]
 struct HubConfig {
     model_type: Option<String>,
-    #[serde(default, rename = "_name_or_path")]
-    name: Option<String>,
     num_hidden_layers: usize,
     hidden_size: usize,
     intermediate_size: usize,
@@ -332,7 +330,6 @@ fn read_config(directory: &Path) -> Result<ModelConfig, ExecutorError> {
     let rope = hub.rope_scaling.as_ref().or(hub.rope_parameters.as_ref());
     let config = ModelConfig {
         architecture,
-        name: hub.name.filter(|name| !name.is_empty()),
         num_layers: hub.num_hidden_layers,
         hidden: hub.hidden_size,
         intermediate: hub.intermediate_size,

@@ -1,6 +1,12 @@
 //! Tests of the executor through its contract.
 #![allow(clippy::unwrap_used, reason = "a test may stop at a surprise")]
 
+mod contract;
+mod damage;
 mod demo_model;
+mod formats;
+mod invariance;
 mod memory;
+mod reference_logits;
 mod support;
+mod tiny;
