@@ -17,7 +17,7 @@ pub struct EngineConfig {
     pub max_batch_tokens: u32,
     /// Sequences prefilled or decoded at a time.
     pub max_running: u32,
-    /// Sequences that may wait for their first step; more are refused.
+    /// Sequences that may wait for their first step; more are refused. As many may be received, and as many be sent.
     pub max_waiting: u32,
     /// How long a sequence may wait for its first step before it is refused after all.
     pub max_wait: Duration,

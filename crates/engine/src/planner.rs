@@ -281,12 +281,20 @@ impl Engine {
         true
     }
 
-    /// Refuses a new arrival if too many wait.
-    pub(crate) fn refuse_if_crowded(&self, arrivals: u32) -> Result<(), EngineError> {
-        let waiting = self.sequences.values().filter(|s| s.state == State::Waiting).count();
+    /// Refuses new arrivals if there are too many of their kind, `kind` in words.
+    ///
+    /// Those that wait hold no page, and neither need a reservation or a send whose context is cached: without a bound they
+    /// would be as many as callers like.
+    pub(crate) fn refuse_if_crowded(
+        &self,
+        arrivals: u32,
+        kind: &'static str,
+        is_of_kind: impl Fn(&Sequence) -> bool,
+    ) -> Result<(), EngineError> {
+        let there = self.sequences.values().filter(|sequence| is_of_kind(sequence)).count();
         let limit = self.config.max_waiting as usize;
-        if waiting + arrivals as usize > limit {
-            return Err(self.no_room(format!("{waiting} sequences are waiting, at most {limit} may")));
+        if there + arrivals as usize > limit {
+            return Err(self.no_room(format!("{there} sequences are {kind}, at most {limit} may be")));
         }
         Ok(())
     }

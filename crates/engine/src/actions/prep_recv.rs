@@ -45,12 +45,13 @@ impl Engine {
             Found::Nothing => {}
             Found::Older(_) => self.replace_older(&key),
             Found::Same => {
-                if let Some(reply) = self.repeated_prep(&key, body)? {
+                if let Some(reply) = self.repeated_prep(id, &key, body)? {
                     return Ok(reply);
                 }
             }
         }
         self.refuse_if_draining()?;
+        self.refuse_if_crowded(1, "being received", |s| s.state == State::Receiving)?;
         let reply = self.prepare(id, call, key.clone(), minted)?;
         let prepared = Some(Prepared { body, reply: reply.clone() });
         self.calls.open(&key).prepared = prepared;
@@ -58,7 +59,12 @@ impl Engine {
     }
 
     /// Returns the earlier answer to the same call; its reservation's lease begins anew.
-    fn repeated_prep(&mut self, key: &CallKey, body: u64) -> Result<Option<PrepRecvReply>, EngineError> {
+    fn repeated_prep(
+        &mut self,
+        id: CallId,
+        key: &CallKey,
+        body: u64,
+    ) -> Result<Option<PrepRecvReply>, EngineError> {
         let Some(record) = self.calls.get(&key.seq_id) else { return Ok(None) };
         let Some(prepared) = &record.prepared else { return Ok(None) };
         if prepared.body != body {
@@ -70,6 +76,8 @@ impl Engine {
             && let Work::Receive(reception) = &mut sequence.work
         {
             reception.lease.renew(self.now);
+            // The first caller may be gone: this one has the address now.
+            reception.made_by = id;
         }
         Ok(Some(reply))
     }

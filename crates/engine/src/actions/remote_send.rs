@@ -53,7 +53,8 @@ impl Engine {
             }
         }
         self.refuse_if_draining()?;
-        self.refuse_if_crowded(1)?;
+        self.refuse_if_crowded(1, "waiting", |s| s.state == State::Waiting)?;
+        self.refuse_if_crowded(1, "being sent", |s| s.state == State::Sending)?;
         let claim = Claim {
             peer: PeerAddress { transport: address.transport.clone(), bytes: address.peer.clone() },
             credential: call.kv_addr_info.clone(),

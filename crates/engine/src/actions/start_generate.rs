@@ -63,7 +63,8 @@ impl Engine {
         }
         debug_assert!(!adopted || prepared.is_some(), "what was adopted is there");
         let followers = call.n - 1;
-        self.refuse_if_crowded(followers + u32::from(prepared.is_none()))?;
+        let arrivals = followers + u32::from(prepared.is_none());
+        self.refuse_if_crowded(arrivals, "waiting", |s| s.state == State::Waiting)?;
         let mut samplers = self.samplers(&mut call)?.into_iter();
         let Some(first) = samplers.next() else { return Ok(()) };
 

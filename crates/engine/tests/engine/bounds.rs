@@ -110,6 +110,22 @@ fn prep_recv_never_waits_for_room() {
 }
 
 #[test]
+fn reservations_without_pages_are_counted_too() {
+    let limits = EngineConfig { max_waiting: 2, ..config("e", 8) };
+    let mut rig = Rig::with(LoopbackHub::new(), [(limits, toy())]);
+    for (name, fits) in [("a", true), ("b", true), ("c", false)] {
+        let prepared = rig.prep(0, prep(key(name), &prompt(40), 0));
+        assert_eq!(prepared.is_ok(), fits, "{name}: {prepared:?}");
+    }
+    rig.abort(0, &key("a"));
+    rig.prep(0, prep(key("c"), &prompt(40), 0)).expect("there is room again");
+    for name in ["b", "c"] {
+        rig.abort(0, &key(name));
+    }
+    rig.assert_idle();
+}
+
+#[test]
 fn a_context_that_nobody_uses_makes_room() {
     let mut rig = Rig::with(LoopbackHub::new(), [(config("small", 4), toy())]);
     rig.start(0, start(None, &prompt(48), 0, 16)).expect("started");

@@ -147,6 +147,19 @@ fn a_prep_recv_that_nobody_heard_may_come_again() {
 }
 
 #[test]
+fn a_prep_recv_that_was_heard_the_second_time_stays() {
+    let mut rig = Rig::new(1);
+    let lost = rig.call(0, Call::PrepRecv(prep(key("a"), &prompt(40), 39)));
+    let heard = rig.call(0, Call::PrepRecv(prep(key("a"), &prompt(40), 39)));
+    rig.cancel(0, lost);
+    rig.step(0);
+    rig.answer(heard).expect("prepared");
+    assert_eq!(rig.engines[0].state().receiving, 1);
+    rig.abort(0, &key("a"));
+    rig.assert_idle();
+}
+
+#[test]
 fn only_the_last_listener_counts() {
     let mut rig = Rig::new(1);
     let call = start(Some(key("a")), &prompt(20), 0, 60);
