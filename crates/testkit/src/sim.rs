@@ -10,7 +10,8 @@
 //! fail, but nothing may be wrong: tokens, pages and attempts are checked all along. Then everything heals, and everything
 //! must end: each request, and each page, lease and connection that it held.
 //!
-//! [`run`] is one run; [`run_every_point`] puts one fault at each place of a run without faults, one after the other.
+//! [`run`] is one run; [`run_every_point`] puts one death at each place of a run without faults, one after the other, and
+//! [`run_pairs_of_points`] two at once.
 
 mod front;
 mod history;
@@ -21,6 +22,7 @@ mod program;
 mod report;
 mod request;
 mod spy;
+mod stranger;
 mod trouble;
 mod wire;
 mod world;
@@ -28,7 +30,7 @@ mod world;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use microserving_protocol::{Attempt, SamplingParams};
+use microserving_protocol::{Attempt, SamplingParams, TokenId};
 use microserving_transport::{LoopbackFaults, LoopbackHub};
 use tokio::task::JoinHandle;
 
@@ -83,7 +85,7 @@ pub fn run_every_point(seed: u64, options: &SimOptions) -> (Vec<Report>, u64) {
     let victims: Vec<_> = (0..options.num_engines).map(Some).chain([None]).collect();
     for point in 0..calm.num_points {
         for &victim in &victims {
-            let options = SimOptions { fault_at: Some(FaultPoint { point, victim }), ..options.clone() };
+            let options = SimOptions { faults_at: vec![FaultPoint { point, victim }], ..options.clone() };
             num_runs += 1;
             let report = run(seed, &options);
             if !report.is_ok() {
@@ -95,6 +97,21 @@ pub fn run_every_point(seed: u64, options: &SimOptions) -> (Vec<Report>, u64) {
         bad.push(calm);
     }
     (bad, num_runs)
+}
+
+/// Runs a small calm run so many times, each time with two deaths at places drawn at random; returns the reports of runs in
+/// which something did not hold.
+#[must_use]
+pub fn run_pairs_of_points(seed: u64, options: &SimOptions, num_runs: u32) -> Vec<Report> {
+    let num_points = run(seed, options).num_points;
+    let mut dice = Dice::new(seed).split(7);
+    let victims: Vec<_> = (0..options.num_engines).map(Some).chain([None]).collect();
+    let mut draw = || FaultPoint { point: dice.below(num_points), victim: dice.pick(&victims) };
+    let runs = (0..num_runs).map(|_| {
+        let faults_at = vec![draw(), draw()];
+        run(seed, &SimOptions { faults_at, ..options.clone() })
+    });
+    runs.filter(|report| !report.is_ok()).collect()
 }
 
 async fn simulate(seed: u64, options: SimOptions) -> Report {
@@ -112,6 +129,9 @@ async fn simulate(seed: u64, options: SimOptions) -> Report {
     let mut requests = draw_requests(&world, &mut dice.split(3));
     requests.sort_by_key(|request| request.arrives);
     trouble::start(&world, &dice.split(4));
+    if let Some(every) = world.options.stranger_every {
+        tokio::spawn(stranger::knock(Arc::clone(&world), every, dice.split(8)));
+    }
     let clients: Vec<_> = (0u64..)
         .zip(requests)
         .map(|(number, request)| spawn_client(&world, request, dice.split(1000 + number)))
@@ -182,9 +202,13 @@ fn draw_request(world: &World, dice: &mut Dice, name: String) -> Request {
     let salt: Arc<str> = if dice.chance(0.1) { "tenant".into() } else { "".into() };
     let mut oracle = world.oracle.lock().unwrap_or_else(PoisonError::into_inner);
     let reference = Arc::new(oracle.run(&prompt, &sampling, max_output, &salt));
+    let prompt: Arc<[TokenId]> = prompt.into();
+    if salt.is_empty() {
+        world.state().prompts.push(Arc::clone(&prompt));
+    }
     Request {
         name,
-        prompt: prompt.into(),
+        prompt,
         sampling,
         max_output,
         salt,

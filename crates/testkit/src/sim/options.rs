@@ -63,8 +63,11 @@ pub struct SimOptions {
     pub polite: f64,
     /// A rule that engines break, to see whether the checks notice.
     pub mutant: Option<Mutant>,
-    /// One fault at one exact place; see [`super::FaultPoint`].
-    pub fault_at: Option<super::FaultPoint>,
+    /// Mean time between calls of a stranger: forged addresses, values out of bounds, requests that do not exist; `None` is
+    /// never.
+    pub stranger_every: Option<Duration>,
+    /// Faults at exact places; see [`super::FaultPoint`].
+    pub faults_at: Vec<super::FaultPoint>,
 }
 
 /// What may happen to calls between router and engines. Times are whole milliseconds.
@@ -143,7 +146,8 @@ impl SimOptions {
             stubborn: 0.0,
             polite: 1.0,
             mutant: None,
-            fault_at: None,
+            stranger_every: None,
+            faults_at: Vec::new(),
         }
     }
 
@@ -185,6 +189,7 @@ impl SimOptions {
         let pause_every = sometimes(0.4, 300, 2000);
         let cut_every = sometimes(0.3, 300, 2000);
         let router_death_every = sometimes(0.2, 800, 3000);
+        let stranger_every = sometimes(0.3, 20, 200);
         let checksums = dice.chance(0.5);
         Self {
             num_engines: 3,
@@ -226,7 +231,8 @@ impl SimOptions {
             stubborn: dice.pick(&[0.0, 0.5, 1.0]),
             polite: dice.pick(&[1.0, 0.7, 0.0]),
             mutant: None,
-            fault_at: None,
+            stranger_every,
+            faults_at: Vec::new(),
         }
     }
 

@@ -20,6 +20,8 @@ pub enum Invariant {
     Ends,
     /// I7: nothing that was given up comes back to life.
     GivenUpStaysSo,
+    /// D2: what is forged or out of bounds is refused.
+    BadCallsRefused,
     /// I8: at rest the router counts nothing as in flight.
     LoadCounts,
     /// Nothing panicked.
@@ -36,6 +38,7 @@ impl Invariant {
             Self::OneAttempt => "I5",
             Self::Ends => "I6",
             Self::GivenUpStaysSo => "I7",
+            Self::BadCallsRefused => "D2",
             Self::LoadCounts => "I8",
             Self::NoPanic => "panic",
         }
@@ -84,6 +87,8 @@ pub struct Tally {
     pub lost: u32,
     /// Calls delivered twice.
     pub duplicates: u32,
+    /// Calls of the stranger that were answered no.
+    pub strangers_refused: u32,
 }
 
 impl Tally {
@@ -104,6 +109,7 @@ impl Tally {
             router_deaths,
             lost,
             duplicates,
+            strangers_refused,
         } = other;
         self.done += done;
         self.failed += failed;
@@ -119,6 +125,7 @@ impl Tally {
         self.router_deaths += router_deaths;
         self.lost += lost;
         self.duplicates += duplicates;
+        self.strangers_refused += strangers_refused;
     }
 }
 

@@ -31,8 +31,9 @@ fn swarms_hold_every_invariant() {
         assert!(report.is_ok(), "{report}");
         sum.add(&report.tally);
     }
-    let Tally { crashes, pauses, cuts, router_deaths, lost, duplicates, done, retries, .. } = sum;
-    for count in [crashes, pauses, cuts, router_deaths, lost, duplicates, done, retries] {
+    let Tally { crashes, pauses, cuts, router_deaths, lost, duplicates, strangers_refused, retries, .. } =
+        sum;
+    for count in [crashes, pauses, cuts, router_deaths, lost, duplicates, strangers_refused, retries] {
         assert!(count > 5, "a kind of trouble is missing: {sum:?}");
     }
     let wanted = sum.done + sum.failed;
@@ -71,17 +72,32 @@ fn matching_a_page_too_much_is_noticed() {
     assert_killed(Mutant::OffByOnePage);
 }
 
-#[test]
-fn a_death_at_any_point_is_survived() {
-    let options = SimOptions {
+/// A few requests, so that every place in the run can be tried.
+fn small() -> SimOptions {
+    SimOptions {
         num_requests: 3,
-        fault_phase: Duration::from_millis(200),
+        fault_phase: Duration::from_millis(400),
         max_prompt: 24,
         max_output: 4,
         ..SimOptions::calm()
-    };
-    let (bad, num_runs) = run_every_point(1, &options);
-    assert!(num_runs > 100, "{num_runs}");
+    }
+}
+
+fn assert_none(bad: &[Report]) {
     let bad: Vec<_> = bad.iter().map(ToString::to_string).collect();
-    assert!(bad.is_empty(), "{} of {num_runs} runs: {}", bad.len(), bad.join("\n"));
+    assert!(bad.is_empty(), "{} runs: {}", bad.len(), bad.join("\n"));
+}
+
+#[test]
+fn a_death_at_any_point_is_survived() {
+    for by_router in [0.0, 1.0] {
+        let (bad, num_runs) = run_every_point(1, &SimOptions { by_router, ..small() });
+        assert!(num_runs > 100, "{num_runs}");
+        assert_none(&bad);
+    }
+}
+
+#[test]
+fn two_deaths_are_survived() {
+    assert_none(&run_pairs_of_points(2, &small(), 100));
 }

@@ -9,12 +9,12 @@
 //! Each call is a connection: its packets keep their order in each direction, calls overtake each other. A connection
 //! breaks when a packet is lost, when its engine crashes, or when the caller lets go; then both ends learn of it in time.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use microserving_engine::{Call, CallId, Command, Effect, EngineError, GenerateEvent, Reply};
-use microserving_protocol::Incarnation;
+use microserving_protocol::{Incarnation, TokenId};
 use microserving_transport::LoopbackHub;
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::AbortHandle;
@@ -29,6 +29,9 @@ use crate::Dice;
 
 /// Violations kept of a run; the first is what matters.
 const MAX_VIOLATIONS: usize = 5;
+
+/// Addresses kept for the stranger.
+const MAX_ADDRESSES: usize = 16;
 
 /// How a call fails.
 #[derive(Clone, Debug, PartialEq)]
@@ -104,6 +107,10 @@ pub(crate) struct State {
     calls: BTreeMap<CallId, OpenCall>,
     pub(crate) nodes: Vec<Node>,
     pub(crate) history: History,
+    /// Addresses that engines have handed out lately.
+    pub(crate) addresses: VecDeque<Vec<u8>>,
+    /// Prompts that someone has asked to continue, and whose pages are therefore known.
+    pub(crate) prompts: Vec<Arc<[TokenId]>>,
     pub(crate) tally: Tally,
     pub(crate) violations: Vec<Violation>,
     pub(crate) router_tasks: Vec<AbortHandle>,
@@ -140,6 +147,8 @@ impl World {
             calls: BTreeMap::new(),
             nodes: (0..num_engines).map(|_| Node::default()).collect(),
             history: History::default(),
+            addresses: VecDeque::new(),
+            prompts: Vec::new(),
             tally: Tally::default(),
             violations: Vec::new(),
             router_tasks: Vec::new(),
@@ -200,17 +209,16 @@ impl World {
 
     /// Passes a place where a fault may be put, and puts it there if this is the place.
     pub(crate) fn pass_point(self: &Arc<Self>) {
-        let fault = {
+        let here = {
             let mut state = self.state();
             if state.healed {
                 return;
             }
-            let here = state.points;
             state.points += 1;
-            self.options.fault_at.filter(|fault| fault.point == here)
+            state.points - 1
         };
-        if let Some(FaultPoint { victim, .. }) = fault {
-            match victim {
+        for FaultPoint { victim, .. } in self.options.faults_at.iter().filter(|fault| fault.point == here) {
+            match *victim {
                 Some(engine) => self.crash(engine),
                 None => self.kill_router(),
             }
@@ -308,6 +316,14 @@ impl World {
             Effect::Reply { call, .. } => (*call, network.lose_answer),
             Effect::Event { call, .. } => (*call, network.break_stream),
         };
+        if let Effect::Reply { result: Ok(Reply::PrepRecv(reply)), .. } = &effect
+            && let Some(address) = &reply.kv_addr_info
+        {
+            state.addresses.push_back(address.clone());
+            if state.addresses.len() > MAX_ADDRESSES {
+                state.addresses.pop_front();
+            }
+        }
         let Some(engine) = state.calls.get(&id).filter(|call| !call.broken).map(|call| call.engine) else {
             return;
         };
