@@ -18,6 +18,16 @@ use crate::request::deadline;
 use crate::sequence::{Delivery, Event, Pages, Sequence, Slot, State, Work};
 use crate::{CallId, CallKey, Engine, EngineError, RemoteSend, RemoteSendReply, Reply};
 
+/// What a call finds that was made before.
+enum Repeated {
+    /// Nothing: it is the first.
+    No,
+    /// The job runs; the call waits for it too.
+    Joined,
+    /// The answer.
+    Answered(RemoteSendReply),
+}
+
 impl Engine {
     /// Takes a `remote_send` on; it is answered when the receiver can read the range, or with a refusal.
     pub(crate) fn remote_send(&mut self, id: CallId, call: &RemoteSend) {
@@ -46,11 +56,11 @@ impl Engine {
         match self.calls.find(&key)? {
             Found::Nothing => {}
             Found::Older(_) => self.replace_older(&key),
-            Found::Same => {
-                if let Some(answer) = self.repeated_send(id, &key, call.range, body)? {
-                    return Ok(answer);
-                }
-            }
+            Found::Same => match self.repeated_send(id, &key, call.range, body)? {
+                Repeated::No => {}
+                Repeated::Joined => return Ok(None),
+                Repeated::Answered(reply) => return Ok(Some(reply)),
+            },
         }
         self.refuse_if_draining()?;
         self.refuse_if_crowded(1, "waiting", |s| s.state == State::Waiting)?;
@@ -113,28 +123,27 @@ impl Engine {
     }
 
     /// Joins a job that runs for the same call, or returns its answer.
-    #[allow(clippy::option_option, reason = "nothing known, or known and either running or answered")]
     fn repeated_send(
         &mut self,
         id: CallId,
         key: &CallKey,
         range: KvRange,
         body: u64,
-    ) -> Result<Option<Option<RemoteSendReply>>, EngineError> {
-        let Some(record) = self.calls.get(&key.seq_id) else { return Ok(None) };
-        let Some(sending) = record.sends.get(&range) else { return Ok(None) };
+    ) -> Result<Repeated, EngineError> {
+        let Some(record) = self.calls.get(&key.seq_id) else { return Ok(Repeated::No) };
+        let Some(sending) = record.sends.get(&range) else { return Ok(Repeated::No) };
         if sending.body != body {
             return Err(EngineError::Conflict { seq_id: key.seq_id.clone(), field: "prompt" });
         }
         match sending.progress {
-            SendProgress::Done(reply) => Ok(Some(Some(reply))),
+            SendProgress::Done(reply) => Ok(Repeated::Answered(reply)),
             SendProgress::Running(slot) => {
                 if let Some(sequence) = self.sequences.get_mut(&slot)
                     && let Work::Send(delivery) = &mut sequence.work
                 {
                     delivery.calls.push(id);
                 }
-                Ok(Some(None))
+                Ok(Repeated::Joined)
             }
         }
     }

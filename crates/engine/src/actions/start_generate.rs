@@ -30,16 +30,9 @@ impl Engine {
         let len = self.check_start(&call)?;
         let limits = self.limits(&call, len)?;
         let body = start_hash(&call);
-        let mut adopted = false;
-        let key = match &call.key {
-            Some(key) => key.clone(),
-            None => match self.adoptable(&call) {
-                Some(key) => {
-                    adopted = true;
-                    key
-                }
-                None => self.key_or_minted(None).0,
-            },
+        let key = match call.key.clone().or_else(|| self.adoptable(&call)) {
+            Some(key) => key,
+            None => self.key_or_minted(None).0,
         };
         match self.calls.find(&key)? {
             Found::Nothing => {}
@@ -61,7 +54,6 @@ impl Engine {
             Some(slot) => self.check_prepared(slot, &call)?,
             None => self.refuse_if_draining()?,
         }
-        debug_assert!(!adopted || prepared.is_some(), "what was adopted is there");
         let followers = call.n - 1;
         let arrivals = followers + u32::from(prepared.is_none());
         self.refuse_if_crowded(arrivals, "waiting", |s| s.state == State::Waiting)?;

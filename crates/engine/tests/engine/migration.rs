@@ -152,8 +152,7 @@ fn a_running_request_moves_and_its_text_goes_on() {
     let prepared = rig.prep(1, prep(attempt("a", 1), &prompt_now, len - 1)).expect("prepared");
     assert_eq!(prepared.prefix_matched_length, 64);
     let rest = send(attempt("a", 1), &prompt_now, (64, len - 1), &prepared.kv_addr_info.expect("one"));
-    // The higher attempt would end the paused one here, so the source sends under the request's own key only when it
-    // may: the address decides the key, and the sequence that is sent is found in the cache.
+    // The higher attempt ends the paused one here; what it had computed is still cached.
     let sent = rig.send(0, rest).expect("sent");
     assert!(sent.cached_tokens >= 64);
     let output = rig.start(1, moved).expect("started");
