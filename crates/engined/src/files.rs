@@ -15,14 +15,20 @@ use tracing::info;
 use crate::model::LoadedModel;
 use crate::options::{KvForm, Options, WeightForm};
 
-/// Loads text side and weights. Blocks for as long as it takes to read the files.
-pub(crate) fn files(options: &Options, path: &Path, health: &Health) -> Result<LoadedModel> {
+/// Loads text side and weights; `name` is for files that do not name their model. Blocks for as long as it takes to read
+/// the files.
+pub(crate) fn files(
+    options: &Options,
+    path: &Path,
+    name: Option<&str>,
+    health: &Health,
+) -> Result<LoadedModel> {
     health.starting("loading the tokenizer");
     let context = || format!("cannot load {}", path.display());
     let mut bundle = TextBundle::load(path, "model").with_context(context)?;
     let usual = CandleConfig::new(path);
     let config = CandleConfig {
-        model: options.served_model_name.clone(),
+        model: options.served_model_name.as_deref().or(name).map(str::to_owned),
         dtype: options.dtype.map_or(usual.dtype, weight_dtype),
         kv_dtype: options.kv_dtype.map_or(usual.kv_dtype, kv_dtype),
         threads: threads(options),

@@ -4,7 +4,7 @@
 mod client {
     use std::path::PathBuf;
 
-    use anyhow::{Context, Result, bail};
+    use anyhow::{Context, Result, anyhow, bail};
     use hf_hub::api::sync::ApiBuilder;
     use tracing::info;
 
@@ -24,7 +24,8 @@ mod client {
     pub(crate) fn fetch(repository: &str) -> Result<PathBuf> {
         let api = ApiBuilder::from_env().build().context("the hub's client cannot be made")?;
         let repository = api.model(repository.to_owned());
-        let info = repository.info().context("the repository cannot be read")?;
+        // The client's own text says all of its causes already.
+        let info = repository.info().map_err(|error| anyhow!("the repository cannot be read: {error}"))?;
         let names: Vec<_> =
             info.siblings.iter().map(|file| file.rfilename.as_str()).filter(|name| is_needed(name)).collect();
         if !names.contains(&"config.json") || !names.iter().any(|name| name.ends_with(".safetensors")) {
@@ -33,7 +34,7 @@ mod client {
         let mut folder = None;
         for name in names {
             info!(name, "fetching");
-            let path = repository.get(name).with_context(|| format!("{name} cannot be fetched"))?;
+            let path = repository.get(name).map_err(|error| anyhow!("{name} cannot be fetched: {error}"))?;
             if name == "config.json" {
                 folder = path.parent().map(ToOwned::to_owned);
             }

@@ -1,10 +1,12 @@
 //! From `--model` to an executor and its text side.
 
+use std::path::Path;
+use std::time::Duration;
+
 use anyhow::{Context, Result};
 use microserving_daemon::{Health, Refused};
 use microserving_executor::{Executor, ToyConfig, ToyExecutor};
 use microserving_server::ModelText;
-use std::time::Duration;
 
 use crate::options::Options;
 
@@ -60,9 +62,9 @@ pub(crate) fn load(options: &Options, health: &Health) -> Result<LoadedModel> {
             health.starting(format!("downloading {repository}"));
             let folder = crate::hub::fetch(repository)
                 .with_context(|| format!("cannot get {repository} from the hub"))?;
-            files(options, &folder, health)
+            files(options, &folder, Some(repository), health)
         }
-        Source::Files(path) => files(options, std::path::Path::new(path), health),
+        Source::Files(path) => files(options, Path::new(path), None, health),
     }
 }
 
@@ -81,7 +83,7 @@ fn toy(options: &Options) -> Result<LoadedModel> {
 use crate::files::files;
 
 #[cfg(not(feature = "candle"))]
-fn files(_: &Options, path: &std::path::Path, _: &Health) -> Result<LoadedModel> {
+fn files(_: &Options, path: &Path, _: Option<&str>, _: &Health) -> Result<LoadedModel> {
     anyhow::bail!("{}: this build has only the toy model", path.display())
 }
 
