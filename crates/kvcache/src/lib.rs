@@ -24,7 +24,7 @@
 //!
 //! A reservation's pages are an address in somebody else's hands: a peer may write to them until it has said, or been made
 //! certain, that it will not. Freeing them at the end of the request, after a time limit, or after the receiver has marked
-//! the generation as stale all let a late write land in another request's context (`tests/model_check.rs` finds each of
+//! the generation as stale all let a late write land in another request's context (`tests/model_check` finds each of
 //! these by search). So the only way from reserved to free for a page that was shown to a peer leads through
 //! [`KvCache::drained`], and forgetting a [`Reservation`] takes that way too. The other handles give their pages back when
 //! they are dropped; the verbs that take them do the same at once.
@@ -54,6 +54,7 @@
 #![forbid(unsafe_code)]
 
 mod cache;
+mod config;
 mod error;
 mod events;
 mod handle;
@@ -64,7 +65,8 @@ mod prefix_cache;
 mod reservation;
 mod table;
 
-pub use cache::{Committed, Fork, KvCache, KvCacheConfig, KvStats, PageCopy};
+pub use cache::{Committed, Fork, KvCache, KvStats, PageCopy};
+pub use config::KvCacheConfig;
 pub use error::KvError;
 pub use events::{KvChange, KvEvent, KvSnapshot};
 pub use microserving_protocol::{PageHash, page_hashes};

@@ -1,7 +1,7 @@
 //! What may happen to a reservation, as one pure function.
 //!
 //! [`step`] takes a state and an event and says what comes next and what is to be done. It knows no pages, no peers and no
-//! time: the engine owns those, feeds it what it sees and does what it says. `tests/model_check.rs` explores the same
+//! time: the engine owns those, feeds it what it sees and does what it says. `tests/model_check` explores the same
 //! function, with every order of crashes, late writes and lost messages that a small model has.
 //!
 //! ```text

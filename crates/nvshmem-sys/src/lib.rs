@@ -1,16 +1,16 @@
 //! Raw bindings to NVSHMEM's host library.
 //!
 //! Empty by default. With the feature `nvshmem` the build script makes bindings from NVSHMEM's own headers (`NVSHMEM_HOME`,
-//! `CUDA_HOME`; it says how to get them if they are missing), and [`load`] opens the library at run time:
+//! `CUDA_HOME`; it says how to get them if they are missing), and `load` opens the library at run time:
 //!
-//! - [`NvshmemHost`]: one method a function of the library, all `unsafe`, with the C names.
-//! - [`LoadError`]: why there is no library, as a value.
-//! - [`versioned`]: the version field that the library wants in its structs.
+//! - `NvshmemHost`: one method a function of the library, all `unsafe`, with the C names.
+//! - `LoadError`: why there is no library, as a value.
+//! - `versioned`: the version field that the library wants in its structs.
 //!
 //! # Why it is loaded and not linked
 //!
 //! A program linked against NVSHMEM does not start on a machine without it, and the library does not come with a driver or
-//! a distribution. Loaded, its absence is a [`LoadError`] that an engine reports as one transport less. The headers are not
+//! a distribution. Loaded, its absence is a `LoadError` that an engine reports as one transport less. The headers are not
 //! in this repository for another reason: those of the version that CUDA 13.0 wants are not under a free licence, so
 //! bindings are made where the headers are.
 //!

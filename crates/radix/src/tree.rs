@@ -1,10 +1,13 @@
-//! The tree: matching, storing, pinning, evicting.
+//! The tree: matching, pinning, evicting.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::num::NonZeroUsize;
 
 use crate::node::{Node, Slab};
 use crate::{NodeId, RadixError};
+
+mod check;
+mod store;
 
 /// A radix tree over pages of `page_size` keys with one value a page. The crate's own page tells the story.
 ///
@@ -267,57 +270,6 @@ impl<K: Ord + Clone, V> RadixTree<K, V> {
         })
     }
 
-    /// Checks that the tree is one: links agree in both directions, pages are whole, the order of eviction holds exactly
-    /// the unpinned leaves, and the counters are right. Walks the whole tree.
-    ///
-    /// # Errors
-    /// A sentence that says what is wrong.
-    pub fn check(&self) -> Result<(), String> {
-        let mut num_pages = 0;
-        let mut num_bytes = 0;
-        let mut num_evictable = 0;
-        for (id, node) in self.nodes.iter() {
-            num_pages += node.values.len();
-            num_bytes += Node::<K, V>::num_bytes(node.values.len(), self.page_size);
-            if node.keys.len() != node.values.len() * self.page_size {
-                return Err(format!("{id:?} holds {} keys for {} pages", node.keys.len(), node.values.len()));
-            }
-            if node.parent.is_none() != node.values.is_empty() {
-                return Err(format!("{id:?} is a root with pages or an empty node"));
-            }
-            if let Some(parent) = node.parent {
-                let above = self.nodes.get(parent).ok_or_else(|| format!("{id:?} hangs on nothing"))?;
-                if above.children.get(&node.keys[..self.page_size]) != Some(&id) {
-                    return Err(format!("{parent:?} does not know its child {id:?}"));
-                }
-            }
-            for (key, child) in &node.children {
-                let below = self.nodes.get(*child).ok_or_else(|| format!("{id:?} has a dead child"))?;
-                if below.parent != Some(id) || below.keys[..self.page_size] != **key {
-                    return Err(format!("{id:?} and its child {child:?} disagree"));
-                }
-            }
-            if node.is_evictable() {
-                num_evictable += 1;
-            }
-            if node.is_evictable() != self.evictable.contains(&(node.last_used, id)) {
-                return Err(format!(
-                    "{id:?} is in the order of eviction but pinned or inner, or the reverse"
-                ));
-            }
-        }
-        if num_evictable != self.evictable.len() {
-            return Err("the order of eviction holds a node twice or a dead one".into());
-        }
-        if (num_pages, num_bytes) != (self.num_pages, self.num_bytes) {
-            return Err(format!(
-                "counted {num_pages} pages and {num_bytes} bytes, kept count of {} and {}",
-                self.num_pages, self.num_bytes
-            ));
-        }
-        Ok(())
-    }
-
     fn tick(&mut self) -> u64 {
         self.ticks += 1;
         self.ticks
@@ -435,122 +387,5 @@ impl<K: Ord + Clone, V> RadixTree<K, V> {
 
     fn bytes_per_page(&self) -> usize {
         Node::<K, V>::num_bytes(1, self.page_size) - Node::<K, V>::num_bytes(0, self.page_size)
-    }
-}
-
-impl<K: Ord + Clone, V: Clone> RadixTree<K, V> {
-    /// Stores `keys` below `from`, one value a page, and returns how many pages of them were there already.
-    ///
-    /// What is there wins: the values of those pages are cloned into `values`, so that afterwards `values` says what the
-    /// tree holds for `keys`. Counts as a use of the path.
-    ///
-    /// # Errors
-    /// [`RadixError::WrongShape`] unless `keys` are `values.len()` whole pages; [`RadixError::StaleNode`].
-    pub fn insert(&mut self, from: NodeId, keys: &[K], values: &mut [V]) -> Result<usize, RadixError> {
-        self.nodes.get(from).ok_or(RadixError::StaleNode { node: from })?;
-        self.check_shape(keys, values)?;
-        let (end, num_matched) = self.store(from, keys, values);
-        // What lies behind `keys` in the same node has not been used.
-        let end = self.end_node_at(end);
-        let tick = self.tick();
-        let node = self.node_mut(end);
-        let was = (node.last_used, end);
-        node.last_used = tick;
-        if self.evictable.remove(&was) {
-            self.evictable.insert((tick, end));
-        }
-        Ok(num_matched)
-    }
-
-    /// Moves one pin from the end of `pinned` to the end of `keys` below it, storing what is not there; as
-    /// [`RadixTree::insert`] otherwise. Returns the new pin (its `num_pages` are those of `keys`) and the pages that were
-    /// there already.
-    ///
-    /// Costs what `keys` costs, however long the path above is, and a path that one reader extends page by page stays one
-    /// node.
-    ///
-    /// # Errors
-    /// [`RadixError::WrongShape`], [`RadixError::NotPinned`], [`RadixError::StaleNode`]; the pin stays where it is.
-    pub fn advance(
-        &mut self,
-        pinned: NodeId,
-        keys: &[K],
-        values: &mut [V],
-    ) -> Result<(Pinned, usize), RadixError> {
-        self.check_shape(keys, values)?;
-        self.take_pin(pinned)?;
-        let (end, num_matched) = self.store(pinned, keys, values);
-        let node = self.end_node_at(end);
-        self.add_pin(node);
-        Ok((Pinned { node, num_pages: values.len() }, num_matched))
-    }
-
-    fn check_shape(&self, keys: &[K], values: &[V]) -> Result<(), RadixError> {
-        if values.len().checked_mul(self.page_size) == Some(keys.len()) {
-            return Ok(());
-        }
-        Err(RadixError::WrongShape {
-            num_keys: keys.len(),
-            num_values: values.len(),
-            page_size: self.page_size,
-        })
-    }
-
-    /// Stores what is not there; returns the place where `keys` end and the pages that were there.
-    fn store(&mut self, from: NodeId, keys: &[K], values: &mut [V]) -> (Position, usize) {
-        let mut seen = 0;
-        let (end, num_matched) = self
-            .walk(from, keys, |node, pages| {
-                values[seen..seen + pages].clone_from_slice(&node.values[..pages]);
-                seen += pages;
-            })
-            .expect("the caller has looked the node up");
-        let new_keys = &keys[num_matched * self.page_size..];
-        let new_values = &values[num_matched..];
-        if new_values.is_empty() {
-            return (end, num_matched);
-        }
-        self.num_pages += new_values.len();
-        self.num_bytes += new_values.len() * self.bytes_per_page();
-        let above = self.end_node_at(end);
-        let tick = self.tick();
-        let node = self.node_mut(above);
-        if node.is_evictable() {
-            // Nobody else's path ends here: the run of pages just gets longer.
-            let was = (node.last_used, above);
-            node.keys.extend_from_slice(new_keys);
-            node.values.extend_from_slice(new_values);
-            node.last_used = tick;
-            let pages = node.values.len();
-            self.evictable.remove(&was);
-            self.evictable.insert((tick, above));
-            return (Position { node: above, pages }, num_matched);
-        }
-        let was = (node.last_used, above);
-        let child = self.nodes.insert(Node::new(Some(above), new_keys.to_vec(), new_values.to_vec(), tick));
-        self.num_bytes += Node::<K, V>::num_bytes(0, self.page_size);
-        let first_page = new_keys[..self.page_size].into();
-        self.node_mut(above).children.insert(first_page, child);
-        self.evictable.remove(&was);
-        self.evictable.insert((tick, child));
-        (Position { node: child, pages: new_values.len() }, num_matched)
-    }
-}
-
-impl<K: Ord + Clone, V> RadixTree<K, V> {
-    /// Counts, for every node, the pins at its end or anywhere below it: the readers of its pages.
-    ///
-    /// Walks the whole tree; meant for checks.
-    #[must_use]
-    pub fn readers(&self) -> BTreeMap<NodeId, usize> {
-        let mut readers: BTreeMap<NodeId, usize> = self.nodes.iter().map(|(id, _)| (id, 0)).collect();
-        for (id, node) in self.nodes.iter().filter(|(_, node)| node.pins > 0) {
-            let mut at = Some(id);
-            while let Some(here) = at {
-                *readers.entry(here).or_default() += node.pins;
-                at = self.node(here).parent;
-            }
-        }
-        readers
     }
 }
