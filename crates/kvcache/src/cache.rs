@@ -38,9 +38,9 @@ pub struct KvStats {
 
 /// All pages of one engine's KV region. See the crate's page for a drawing.
 ///
-/// Handles given out ([`Prefix`], [`PageTable`], [`Reservation`], [`ReplacedPages`]) return their pages when they are
-/// dropped; the cache sees that at its next verb, or at [`KvCache::collect`]. A verb that takes a handle has its effect at
-/// once. No verb panics, blocks or reads a clock; every verb costs O(pages it touches · log(nodes)).
+/// Handles given out ([`crate::Prefix`], [`crate::PageTable`], [`crate::Reservation`], [`crate::ReplacedPages`]) return
+/// their pages when they are dropped; the cache sees that at its next verb, or at [`KvCache::collect`]. A verb that takes a
+/// handle has its effect at once. No verb panics, blocks or reads a clock; every verb costs O(pages it touches · log(nodes)).
 #[derive(Debug)]
 pub struct KvCache {
     config: KvCacheConfig,
