@@ -191,7 +191,9 @@ impl World {
     pub(crate) fn violate(&self, invariant: Invariant, detail: String) {
         let violation = Violation { invariant, at: self.now(), detail };
         let mut state = self.state();
-        if state.violations.len() < MAX_VIOLATIONS {
+        // What is wrong once is often wrong at every step from then on.
+        let known = state.violations.iter().any(|known| known.detail == violation.detail);
+        if !known && state.violations.len() < MAX_VIOLATIONS {
             state.violations.push(violation);
         }
     }
