@@ -80,7 +80,7 @@ fn matching_a_page_too_much_is_noticed() {
 /// A few requests, so that every place in the run can be tried.
 fn small() -> SimOptions {
     SimOptions {
-        num_requests: 3,
+        num_requests: 6,
         fault_phase: Duration::from_millis(400),
         max_prompt: 24,
         max_output: 4,
