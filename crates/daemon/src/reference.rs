@@ -52,6 +52,10 @@ fn row(arg: &Arg) -> String {
     let default: Vec<_> =
         arg.get_default_values().iter().map(|value| value.to_string_lossy().into_owned()).collect();
     let mut meaning = help_text(arg).split_whitespace().collect::<Vec<_>>().join(" ").replace('|', "\\|");
+    // clap takes the full stop off the last sentence.
+    if !meaning.ends_with('.') {
+        meaning.push('.');
+    }
     let values: Vec<_> = arg
         .get_possible_values()
         .iter()
