@@ -124,7 +124,7 @@ impl Io {
             Ok(conn) => conn,
             Err(error) => {
                 tracing::warn!(channel = channel.0, %error, "the receiver cannot be reached");
-                self.give_up(channel, Refusal::Unreachable);
+                self.give_up(channel, Refusal::PeerLost);
                 return;
             }
         };
