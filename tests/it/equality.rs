@@ -163,15 +163,21 @@ fn sample(max_tokens: u32) -> impl Iterator<Item = Cell> {
 
 #[test]
 fn toy_whole_matrix() -> Result<()> {
-    let mut cluster = Cluster::start(&ClusterOptions::toy(2).engine_args(["--transport", "shm"]))?;
+    let mut cluster =
+        Cluster::start(&ClusterOptions::toy(2).engine_args(["--transport", "shm", "--num-pages", "2048"]))?;
     check_all(&cluster, matrix(24))?;
     cluster.wait_idle(std::time::Duration::from_secs(10))
 }
 
 #[test]
 fn toy_second_turn() -> Result<()> {
-    let mut cluster =
-        Cluster::start(&ClusterOptions::toy(2).engine_args(["--transport", "shm", "--checksum"]))?;
+    let mut cluster = Cluster::start(&ClusterOptions::toy(2).engine_args([
+        "--transport",
+        "shm",
+        "--checksum",
+        "--num-pages",
+        "2048",
+    ]))?;
     for pattern in ["data_parallel", "prefill_decode"] {
         for sampling in SAMPLINGS {
             check_second_turn(&cluster, pattern, 40, sampling)?;

@@ -114,9 +114,9 @@ fn stopped_sender_holds_its_pages_until_it_is_gone() -> Result<()> {
         // The lease ends, but a stopped process may go on at any time: its pages stay quarantined.
         std::thread::sleep(Duration::from_millis(2500));
         let state = cluster.engine_state(1)?;
+        cluster.engines_mut()[0].kill()?;
         let quarantined = state.pointer("/pages/quarantined").and_then(Value::as_u64).context("no figure")?;
         ensure!(quarantined > 0, "a stopped writer's pages are not quarantined: {state}");
-        cluster.engines()[0].signal(Signal::KILL);
         Ok(sending.join().expect("no panic").ok())
     })?;
     ensure!(answer.is_none(), "a killed sender answered {answer:?}");

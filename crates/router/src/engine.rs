@@ -64,7 +64,7 @@ pub enum Health {
 
 /// How busy an engine is: the larger of what we have in flight there and what it reports.
 ///
-/// Our own count is exact and at once, its report includes other routers' requests.
+/// Our own count is exact and at once; what it reports beyond that are other routers' requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Load {
     /// Requests in flight.
@@ -90,6 +90,8 @@ pub struct Engine {
 #[derive(Debug, Default)]
 struct Seen {
     state: Option<StateView>,
+    /// The part of its last report that is not our own doing.
+    others: Load,
     models: Vec<ModelCard>,
 }
 
@@ -157,19 +159,18 @@ impl Engine {
         self.look.notify_one();
     }
 
-    /// Returns how busy it is.
+    /// Returns how busy it is: our own requests, and those of others as it last told.
     #[must_use]
     pub fn load(&self) -> Load {
-        let (reported_requests, reported_tokens) = self.with_seen(|seen| {
-            seen.state.as_ref().map_or((0, 0), |state| {
-                let requests = state.waiting.saturating_add(state.running).saturating_add(state.receiving);
-                (requests, state.queued_prefill_tokens)
-            })
-        });
+        let (own, others) = (self.own_load(), self.with_seen(|seen| seen.others));
         Load {
-            requests: self.in_flight().max(reported_requests),
-            queued_tokens: self.queued_tokens.load(Ordering::Relaxed).max(reported_tokens),
+            requests: own.requests.saturating_add(others.requests),
+            queued_tokens: own.queued_tokens.saturating_add(others.queued_tokens),
         }
+    }
+
+    pub(crate) fn own_load(&self) -> Load {
+        Load { requests: self.in_flight(), queued_tokens: self.queued_tokens() }
     }
 
     /// Returns our own requests in flight there.
@@ -224,11 +225,24 @@ impl Engine {
         self.with_seen(|seen| seen.models = models);
     }
 
-    /// Takes a report; returns true if it comes from another boot than the one before.
-    pub(crate) fn set_state(&self, state: StateView) -> bool {
+    /// Takes a report that was asked for when our own load was `before`; returns true if it comes from another boot than the
+    /// last one.
+    ///
+    /// What is ours is taken off at once: a report is a quarter of a second old on average, and a request of ours that has ended
+    /// since must not weigh twice as long as it ran.
+    pub(crate) fn set_state(&self, state: StateView, before: Load) -> bool {
+        let now = self.own_load();
+        let requests = state.waiting.saturating_add(state.running).saturating_add(state.receiving);
+        let others = Load {
+            requests: requests.saturating_sub(before.requests.max(now.requests)),
+            queued_tokens: state
+                .queued_prefill_tokens
+                .saturating_sub(before.queued_tokens.max(now.queued_tokens)),
+        };
         self.with_seen(|seen| {
             let rebooted = seen.state.as_ref().is_some_and(|before| before.incarnation != state.incarnation);
             seen.state = Some(state);
+            seen.others = others;
             rebooted
         })
     }

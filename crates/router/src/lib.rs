@@ -80,7 +80,7 @@ pub use ids::Randomness;
 pub use metrics::Metrics;
 pub use pattern::{BadPattern, Pattern, Patterns};
 pub use placement::{Placement, PlacementPolicy};
-pub use prefix::PrefixIndex;
+pub use prefix::{HeldPrefix, PrefixIndex};
 pub use program::{Program, TokenStream};
 pub use programs::{Balanced, DataParallel, PrefillDecode};
 pub use prompt::PromptCodec;

@@ -1,5 +1,6 @@
 //! Choosing engines.
 
+use std::cmp::Reverse;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -80,7 +81,7 @@ impl Placement {
         if candidates.is_empty() {
             return None;
         }
-        let hints = self.hints(candidates, request, end);
+        let held = self.held(candidates, request, end);
         // Starting each search one further makes equals take turns.
         let turn = match job {
             Job::Decode => &self.decode_turn,
@@ -93,11 +94,13 @@ impl Placement {
             PlacementPolicy::LeastLoaded => turns.min_by_key(|&i| candidates[i].load().requests)?,
             PlacementPolicy::Prefix => turns.min_by_key(|&i| {
                 let load = candidates[i].load();
-                let uncached = u64::from(end.saturating_sub(hints[i]));
-                uncached + load.queued_tokens + TOKENS_PER_SEQUENCE * u64::from(load.requests)
+                let uncached = u64::from(end.saturating_sub(held[i].0));
+                let cost = uncached + load.queued_tokens + TOKENS_PER_SEQUENCE * u64::from(load.requests);
+                // After a disaggregated turn both engines hold the prompt; the one that decoded also holds the answer.
+                (cost, Reverse(held[i].1))
             })?,
         };
-        Some(Choice { engine: candidates[chosen].clone(), hinted: hints[chosen] })
+        Some(Choice { engine: candidates[chosen].clone(), hinted: held[chosen].0 })
     }
 
     /// Notes that an engine holds the first `end` tokens of a request now.
@@ -113,18 +116,17 @@ impl Placement {
         self.index().forget(engine);
     }
 
-    fn hints(&self, candidates: &[Arc<Engine>], request: &Request, end: u32) -> Vec<u32> {
+    /// Returns for each candidate how many tokens of the prompt it probably holds, and since when.
+    fn held(&self, candidates: &[Arc<Engine>], request: &Request, end: u32) -> Vec<(u32, Option<Instant>)> {
         let Some(page_size) = candidates.iter().find_map(|engine| engine.page_size()) else {
-            return vec![0; candidates.len()];
+            return vec![(0, None); candidates.len()];
         };
         let end = (end as usize).min(request.tokens().len());
         let chain = page_hashes(request.cache_salt(), &request.tokens()[..end], page_size);
         let numbers: Vec<u32> = candidates.iter().map(|engine| engine.number()).collect();
-        let pages = self.index().matched_pages(Instant::now(), &numbers, &chain);
-        pages
-            .into_iter()
-            .map(|pages| u32::try_from(pages).unwrap_or(u32::MAX).saturating_mul(page_size))
-            .collect()
+        let held = self.index().held(Instant::now(), &numbers, &chain);
+        let tokens = |pages: usize| u32::try_from(pages).unwrap_or(u32::MAX).saturating_mul(page_size);
+        held.into_iter().map(|held| (tokens(held.num_pages), held.last_seen)).collect()
     }
 
     fn index(&self) -> std::sync::MutexGuard<'_, PrefixIndex> {

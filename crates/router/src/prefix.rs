@@ -22,6 +22,15 @@ const MAX_ENTRIES: usize = 1 << 20;
 /// A page on an engine.
 type Key = (PageHash, u32);
 
+/// What an engine probably holds of one prompt.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HeldPrefix {
+    /// Pages, from the first on.
+    pub num_pages: usize,
+    /// When the last of them was noted; of two engines that hold the same, the later one went on to decode behind it.
+    pub last_seen: Option<Instant>,
+}
+
 /// The index. Time is an argument.
 #[derive(Debug, Default)]
 pub struct PrefixIndex {
@@ -49,24 +58,26 @@ impl PrefixIndex {
         self.prune(now);
     }
 
-    /// Returns for each of `engines` how many pages of `chain` it probably holds, from the first on.
+    /// Returns for each of `engines` what it probably holds of `chain`, from the first page on.
     #[must_use]
-    pub fn matched_pages(&self, now: Instant, engines: &[u32], chain: &[PageHash]) -> Vec<usize> {
-        let mut matched = vec![0; engines.len()];
+    pub fn held(&self, now: Instant, engines: &[u32], chain: &[PageHash]) -> Vec<HeldPrefix> {
+        let mut held = vec![HeldPrefix::default(); engines.len()];
         let mut going: Vec<usize> = (0..engines.len()).collect();
         for (depth, page) in chain.iter().enumerate() {
             let Some(holders) = self.pages.get(page) else { break };
             going.retain(|&i| {
-                holders.iter().any(|(holder, seen)| *holder == engines[i] && now < *seen + TIME_TO_LIVE)
+                let holder = holders.iter().find(|(holder, _)| *holder == engines[i]);
+                let Some(&(_, seen)) = holder.filter(|(_, seen)| now < *seen + TIME_TO_LIVE) else {
+                    return false;
+                };
+                held[i] = HeldPrefix { num_pages: depth + 1, last_seen: Some(seen) };
+                true
             });
             if going.is_empty() {
                 break;
             }
-            for &i in &going {
-                matched[i] = depth + 1;
-            }
         }
-        matched
+        held
     }
 
     /// Drops everything believed of an engine: it was restarted, and its cache with it.
@@ -115,6 +126,10 @@ mod tests {
 
     use super::*;
 
+    fn pages(index: &PrefixIndex, now: Instant, engines: &[u32], chain: &[PageHash]) -> Vec<usize> {
+        index.held(now, engines, chain).into_iter().map(|held| held.num_pages).collect()
+    }
+
     fn chain(tokens: &[u32]) -> Vec<PageHash> {
         let tokens: Vec<_> = tokens.iter().copied().map(TokenId).collect();
         page_hashes("", &tokens, 2)
@@ -128,12 +143,26 @@ mod tests {
         index.insert(now, 1, &chain(&[1, 2, 3, 4, 5, 6]));
         index.insert(now, 2, &chain(&[9, 9, 3, 4]));
         let prompt = chain(&[1, 2, 3, 4, 5, 6, 7, 8]);
-        assert_eq!(index.matched_pages(now, &[0, 1, 2, 3], &prompt), [2, 3, 0, 0]);
+        assert_eq!(pages(&index, now, &[0, 1, 2, 3], &prompt), [2, 3, 0, 0]);
         // A page in the middle counts only behind its own prefix.
-        assert_eq!(index.matched_pages(now, &[0, 2], &chain(&[9, 9, 3, 4])), [0, 2]);
+        assert_eq!(pages(&index, now, &[0, 2], &chain(&[9, 9, 3, 4])), [0, 2]);
         index.forget(1);
-        assert_eq!(index.matched_pages(now, &[0, 1], &prompt), [2, 0]);
+        assert_eq!(pages(&index, now, &[0, 1], &prompt), [2, 0]);
         assert_eq!(index.len(), 4);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn of_equal_holders_the_later_one_is_told() {
+        let start = Instant::now();
+        let later = start + Duration::from_secs(1);
+        let mut index = PrefixIndex::default();
+        index.insert(start, 0, &chain(&[1, 2, 3, 4]));
+        index.insert(later, 1, &chain(&[1, 2, 3, 4]));
+        let held = index.held(later, &[0, 1, 2], &chain(&[1, 2, 3, 4, 5, 6]));
+        assert_eq!(
+            held.iter().map(|held| held.last_seen).collect::<Vec<_>>(),
+            [Some(start), Some(later), None]
+        );
     }
 
     #[tokio::test(start_paused = true)]
@@ -144,7 +173,7 @@ mod tests {
         let later = start + Duration::from_secs(100);
         index.insert(later, 0, &chain(&[1, 2]));
         let end = start + Duration::from_secs(121);
-        assert_eq!(index.matched_pages(end, &[0], &chain(&[1, 2, 3, 4])), [1]);
+        assert_eq!(pages(&index, end, &[0], &chain(&[1, 2, 3, 4])), [1]);
         index.insert(end, 1, &chain(&[7, 7]));
         assert_eq!(index.len(), 2, "the page that nobody used is gone");
         index.insert(start + Duration::from_secs(600), 1, &[]);

@@ -73,9 +73,10 @@ async fn report(engine: &Engine, placement: &Placement, cx: &CallContext) -> boo
             }
         }
     }
+    let before = engine.own_load();
     match engine.calls().state(cx).await {
         Ok(state) => {
-            if engine.set_state(state) {
+            if engine.set_state(state, before) {
                 info!(engine = engine.name(), "engine was restarted");
                 placement.forget(engine.number());
             }
