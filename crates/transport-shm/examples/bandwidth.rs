@@ -195,7 +195,7 @@ fn wait_for(
                 return Err(format!("the claim ended: {refusal:?}").into());
             }
         }
-        std::thread::sleep(Duration::from_micros(20));
+        std::thread::sleep(Duration::from_micros(200));
     }
 }
 
