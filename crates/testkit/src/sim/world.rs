@@ -103,7 +103,8 @@ pub(crate) struct State {
     pub(crate) dice: Dice,
     network: NetworkFaults,
     packets: BTreeMap<(Duration, u64), Packet>,
-    held: Vec<Packet>,
+    /// Kept back by a partition, under the key that each had.
+    held: Vec<((Duration, u64), Packet)>,
     calls: BTreeMap<CallId, OpenCall>,
     pub(crate) nodes: Vec<Node>,
     pub(crate) history: History,
@@ -411,15 +412,12 @@ impl World {
         self.state().nodes[engine].cut = true;
     }
 
-    /// Ends it; what was held back arrives late, in order.
+    /// Ends it; what was held back arrives late, and before anything that was sent after it.
     pub(crate) fn rejoin_router(&self, engine: usize) {
-        let now = self.now();
         let mut state = self.state();
         state.nodes[engine].cut = false;
         let held = std::mem::take(&mut state.held);
-        for packet in held {
-            state.post(now, packet);
-        }
+        state.packets.extend(held);
         drop(state);
         self.network_changed.notify_one();
     }
@@ -516,8 +514,8 @@ impl World {
                 let Some(first) = state.packets.first_entry().filter(|first| first.key().0 <= now) else {
                     break;
                 };
-                let packet = first.remove();
-                woken.extend(state.deliver(now, packet));
+                let (key, packet) = first.remove_entry();
+                woken.extend(state.deliver(now, key, packet));
             }
             for engine in woken {
                 self.wakes[engine].notify_one();
@@ -612,7 +610,7 @@ impl State {
     }
 
     /// Delivers a packet; returns the engine that has news.
-    fn deliver(&mut self, now: Duration, packet: Packet) -> Option<usize> {
+    fn deliver(&mut self, now: Duration, key: (Duration, u64), packet: Packet) -> Option<usize> {
         let engine = match &packet {
             Packet::Call { engine, .. } | Packet::HangUp { engine, .. } => Some(*engine),
             Packet::Answer { id, .. } | Packet::Event { id, .. } | Packet::Break { id } => {
@@ -620,7 +618,7 @@ impl State {
             }
         };
         if engine.is_some_and(|engine| self.nodes[engine].cut) {
-            self.held.push(packet);
+            self.held.push((key, packet));
             return None;
         }
         match packet {
