@@ -118,16 +118,16 @@ impl Scratch {
     /// Draws a token: temperature, `top_k`, `top_p`, `min_p`, then the candidate in whose share, in order of tokens, the
     /// random number falls.
     pub(crate) fn draw(&mut self, logits: &[f32], max: f32, cut: Cut, random: u64) -> u32 {
-        let scale = |logit: f32| weight((f64::from(logit) - f64::from(max)) / f64::from(cut.temperature));
+        let scale = Scale { max: max.into(), temperature: cut.temperature.into() };
         let by_rank = cut.top_k > 0 && (cut.top_k as usize) < logits.len();
         if by_rank {
             self.find_top(logits, cut.top_k as usize);
             self.candidates.clear();
-            let kept = self.top.iter().map(|&(logit, token)| Candidate { weight: scale(logit), token });
+            let kept =
+                self.top.iter().map(|&(logit, token)| Candidate { weight: scale.weight(logit), token });
             self.candidates.extend(kept);
         } else {
-            self.weights.clear();
-            self.weights.extend(logits.iter().map(|&logit| scale(logit)));
+            scale.weigh_all(logits, &mut self.weights);
             if cut.top_p >= 1.0 && cut.min_p <= 0.0 {
                 return pick(self.weights.iter().copied().zip(0..), random);
             }
@@ -185,12 +185,29 @@ impl Scratch {
     }
 }
 
-/// Returns the integer probability of a token whose logit lies `delta <= 0` from the best.
-#[inline]
-fn weight(delta: f64) -> u64 {
-    // Adding 2^52 leaves the rounded integer in the low bits, which vectorises where a conversion would not.
-    const ROUNDER: f64 = (1u64 << 52) as f64;
-    (exp_nonpositive(delta) * WEIGHT_OF_BEST + ROUNDER).to_bits() & ((1 << 52) - 1)
+/// From logits to integer probabilities.
+#[derive(Clone, Copy)]
+struct Scale {
+    max: f64,
+    temperature: f64,
+}
+
+impl Scale {
+    #[inline]
+    fn weight(self, logit: f32) -> u64 {
+        // Adding 2^52 leaves the rounded integer in the low bits, which vectorises where a conversion would not.
+        const ROUNDER: f64 = (1u64 << 52) as f64;
+        let delta = (f64::from(logit) - self.max) / self.temperature;
+        (exp_nonpositive(delta) * WEIGHT_OF_BEST + ROUNDER).to_bits() & ((1 << 52) - 1)
+    }
+
+    /// Weighs all tokens: a plain loop over slices, as that is what the compiler vectorises.
+    fn weigh_all(self, logits: &[f32], weights: &mut Vec<u64>) {
+        weights.resize(logits.len(), 0);
+        for (weight, &logit) in weights.iter_mut().zip(logits) {
+            *weight = self.weight(logit);
+        }
+    }
 }
 
 /// Returns `ceil(p * total)`, at least 1 and at most `total`.
