@@ -122,9 +122,11 @@ impl Io {
         });
         let conn = match known.map_or_else(|| self.connect(name), Ok) {
             Ok(conn) => conn,
+            // The address is of this host and boot, so somebody had this socket: nobody there means gone.
             Err(error) => {
+                let refusal = if error.is_nobody() { Refusal::PeerLost } else { Refusal::Unreachable };
                 tracing::warn!(channel = channel.0, %error, "the receiver cannot be reached");
-                self.give_up(channel, Refusal::PeerLost);
+                self.give_up(channel, refusal);
                 return;
             }
         };
@@ -288,7 +290,7 @@ impl Io {
                 }
             }
             Some(Conn::Out(outbound)) => {
-                let notices = outbound.hang_up(&self.shared);
+                let notices = outbound.hang_up(&self.shared, &error);
                 // Dropped first: there is nobody to tell, and a later claim connects anew.
                 self.conns.remove(&id);
                 for notice in notices {

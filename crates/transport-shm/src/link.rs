@@ -28,10 +28,23 @@ pub(crate) enum LinkError {
     Frame(#[from] FrameError),
     #[error("the peer breaks the protocol: {0}")]
     Protocol(&'static str),
+    #[error("the peer turned us away")]
+    Rejected,
     #[error("the peer does not read what it is sent")]
     Stuck,
     #[error("the connection failed")]
     Io(#[from] io::Error),
+}
+
+impl LinkError {
+    /// Says whether there is nobody at the other end (any more).
+    pub(crate) fn is_nobody(&self) -> bool {
+        match self {
+            Self::Closed => true,
+            Self::Io(error) => error.kind() == io::ErrorKind::ConnectionRefused,
+            Self::Frame(_) | Self::Protocol(_) | Self::Rejected | Self::Stuck => false,
+        }
+    }
 }
 
 struct Packet {

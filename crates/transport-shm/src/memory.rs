@@ -93,9 +93,9 @@ impl Mapping {
     /// Copies from this mapping straight into another one.
     pub(crate) fn copy_to(&self, offset: usize, target: &Self, target_offset: usize, num_bytes: usize) {
         let (from, to) = (self.at(offset, num_bytes), target.at(target_offset, num_bytes));
-        // SAFETY: both ranges were checked and are of different mappings, hence of different addresses (a transport does not
-        // open claims on itself, so they are different memory, too); the page rule keeps the source unchanged and gives the
-        // target this one writer.
+        // SAFETY: both ranges were checked and are of different mappings, hence of different addresses. A transport that sends
+        // to itself maps its region twice; there, too, the page rule keeps the two ranges apart: the source's page is owned
+        // and unchanged, the target's is reserved and has this one writer.
         unsafe { from.copy_to_nonoverlapping(to, num_bytes) }
     }
 

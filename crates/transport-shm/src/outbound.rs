@@ -91,8 +91,9 @@ impl Outbound {
     }
 
     /// Ends all channels: the receiver is gone. Those being written end when the writer is done with them.
-    pub(crate) fn hang_up(&self, shared: &Shared) -> Vec<Notice> {
-        let refusal = if self.memory.is_some() { Refusal::PeerLost } else { Refusal::Unreachable };
+    pub(crate) fn hang_up(&self, shared: &Shared, why: &LinkError) -> Vec<Notice> {
+        let met = self.memory.is_some() || why.is_nobody();
+        let refusal = if met { Refusal::PeerLost } else { Refusal::Unreachable };
         let mut channels = shared.channels();
         self.channels
             .iter()
@@ -162,7 +163,7 @@ impl Outbound {
             }
             Frame::Reject { reason } => {
                 tracing::warn!(reason, "the receiver turned us away");
-                Err(LinkError::Closed)
+                Err(LinkError::Rejected)
             }
             Frame::Hello { .. }
             | Frame::Open { .. }

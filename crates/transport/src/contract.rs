@@ -95,10 +95,10 @@ pub enum Refusal {
     /// The receiver revoked the grant while it was being written.
     #[error("the receiver revoked the grant")]
     Revoked,
-    /// Sender and receiver have no common way (different hosts, no such peer, another transport).
+    /// Sender and receiver have no common way (different hosts, another transport, turned away before the claim was judged).
     #[error("the receiver cannot be reached by this transport")]
     Unreachable,
-    /// The receiver went away.
+    /// The receiver went away, before the claim or during it.
     #[error("the receiver is gone")]
     PeerLost,
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::rig::{Factory, Options, REGION_BYTES, Rig, TOKEN_BYTES, good, range};
+use super::rig::{Factory, Options, REGION_BYTES, Rig, TOKEN_BYTES, good, range, source_byte};
 use crate::{ByteRun, Claim, Grant, PeerAddress, Refusal, TransportError, TransportEvent};
 
 const CHECKED: Options = Options { num_senders: 1, checksum: true };
@@ -266,6 +266,26 @@ pub fn ranges_of_no_tokens_work(factory: &dyn Factory) {
     rig.finish(0, whole);
     rig.until_received(&TransportEvent::Complete { generation });
     rig.assert_received(generation, &[TransportEvent::Complete { generation }]);
+}
+
+/// An engine may be both ends: its pages are sent to other pages of its own.
+pub fn a_transport_sends_to_itself(factory: &dyn Factory) {
+    let mut rig = Rig::new(factory, 1);
+    let (source, num_bytes) = (REGION_BYTES / 2, 64 * TOKEN_BYTES);
+    let bytes: Vec<u8> = (0..num_bytes).map(|offset| source_byte(7, offset)).collect();
+    rig.receiver.memory.write(source, &bytes);
+    let generation = rig.grant(0, 64);
+    let peer = rig.receiver.transport.peer_address();
+    let claim = Claim { peer, credential: good(generation), range: range(0, 64) };
+    let channel = rig.receiver.transport.open(claim).expect("its own address");
+    let run = crate::PutRun { local_offset: source, remote_offset: 0, num_bytes };
+    rig.receiver.transport.put(channel, &[run]).expect("a good run");
+    rig.receiver.transport.finish(channel);
+    rig.until_received(&TransportEvent::Complete { generation });
+    rig.drive_until("Finished", |rig| rig.receiver.finished(channel) == Some(num_bytes as u64));
+    assert!(rig.receiver.bytes(0, num_bytes) == bytes);
+    assert!(rig.receiver.has(&TransportEvent::Opened { channel }));
+    rig.assert_untouched(num_bytes, REGION_BYTES / 2 - num_bytes);
 }
 
 /// Megabytes in long and short runs arrive whole.

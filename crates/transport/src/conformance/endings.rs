@@ -116,7 +116,7 @@ pub fn a_killed_sender_is_fenced(factory: &dyn Factory) {
     assert_eq!(rig.receiver.transport.telemetry().fences, 1);
 }
 
-/// A receiver that leaves ends the claims on it.
+/// A receiver that leaves ends the claims on it, and later ones: its address was good, so it is lost, not unreachable.
 pub fn senders_notice_that_the_receiver_left(factory: &dyn Factory) {
     let mut cluster = factory.cluster(super::Options { num_senders: 2, checksum: false });
     // The second sender plays the receiver, so that it can be dropped while the rig stays whole.
@@ -147,7 +147,7 @@ pub fn senders_notice_that_the_receiver_left(factory: &dyn Factory) {
     drop(leaver);
     wait_for(sender, &closed(channel, Some(Refusal::PeerLost)));
     let late = sender.open(claim).expect("the address is of this transport");
-    wait_for(sender, &closed(late, Some(Refusal::Unreachable)));
+    wait_for(sender, &closed(late, Some(Refusal::PeerLost)));
 }
 
 #[derive(Debug)]

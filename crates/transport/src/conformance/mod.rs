@@ -15,11 +15,11 @@ mod endings;
 mod rig;
 
 pub use checks::{
-    a_bad_credential_writes_nothing, addresses_of_other_transports_are_refused, bytes_arrive_and_complete,
-    checksums_find_damage, claims_of_several_senders_fill_a_grant, large_transfers_arrive,
-    many_generations_follow_each_other, misuse_is_named, news_wakes, overlapping_claims_are_refused,
-    ranges_of_no_tokens_work, runs_outside_the_grant_end_the_claim, what_arrived_can_be_read,
-    without_admission_nobody_is_let_in, wrong_totals_end_the_claim,
+    a_bad_credential_writes_nothing, a_transport_sends_to_itself, addresses_of_other_transports_are_refused,
+    bytes_arrive_and_complete, checksums_find_damage, claims_of_several_senders_fill_a_grant,
+    large_transfers_arrive, many_generations_follow_each_other, misuse_is_named, news_wakes,
+    overlapping_claims_are_refused, ranges_of_no_tokens_work, runs_outside_the_grant_end_the_claim,
+    what_arrived_can_be_read, without_admission_nobody_is_let_in, wrong_totals_end_the_claim,
 };
 pub use endings::{
     a_cancelled_claim_is_lost, a_killed_sender_is_fenced, a_revoke_stops_the_writer,
@@ -38,6 +38,7 @@ macro_rules! conformance_tests {
             a_killed_sender_is_fenced
             a_revoke_stops_the_writer
             a_sender_that_leaves_gives_its_claims_up
+            a_transport_sends_to_itself
             addresses_of_other_transports_are_refused
             an_idle_grant_is_released_at_once
             bytes_arrive_and_complete

@@ -47,7 +47,7 @@ impl State {
         admitted: Option<Result<Generation, Refusal>>,
     ) {
         let verdict = match self.peers.get_mut(&to) {
-            None => Err(Refusal::Unreachable),
+            None => Err(Refusal::PeerLost),
             Some(peer) => match admitted.unwrap_or(Err(Refusal::BadCredential)) {
                 Ok(generation) => {
                     let accepted = peer.book.claim(generation, range, (from, channel));

@@ -264,7 +264,7 @@ fn a_crashed_receiver_ends_the_claim_and_its_name_stands_for_the_next() {
     let old = Claim { peer: sim.receiver.peer_address(), credential: Vec::new(), range: whole() };
     let channel = sim.sender.open(old).unwrap();
     sim.run();
-    let refused = TransportEvent::Closed { channel, refusal: Some(Refusal::Unreachable) };
+    let refused = TransportEvent::Closed { channel, refusal: Some(Refusal::PeerLost) };
     assert_eq!(sim.sent.last(), Some(&refused));
     reborn.allocate_region(NUM_BYTES).unwrap();
     let new = Claim { peer: reborn.peer_address(), credential: Vec::new(), range: whole() };
