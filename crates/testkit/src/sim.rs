@@ -10,6 +10,9 @@
 //! fail, but nothing may be wrong: tokens, pages and attempts are checked all along. Then everything heals, and everything
 //! must end: each request, and each page, lease and connection that it held.
 //!
+//! A report names its seed, and `run(seed, &SimOptions::swarm(seed))` shows the same run again, to the last event: programs
+//! and router live on one paused clock, and every throw of the dice hangs on the seed alone.
+//!
 //! [`run`] is one run; [`run_every_point`] puts one death at each place of a run without faults, one after the other, and
 //! [`run_pairs_of_points`] two at once.
 
