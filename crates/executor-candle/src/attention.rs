@@ -84,6 +84,26 @@ impl KvRegion<'_> {
         }
     }
 
+    /// Asks the caches for positions `range` of one KV head. Pages lie apart, so the hardware's own prefetching ends with each.
+    ///
+    /// # Safety
+    /// The pages lie inside the region.
+    unsafe fn prefetch(&self, (layer, pages, head): (LayerId, &[PageId], u32), range: Range<u32>) {
+        let layout = &self.geometry.layout;
+        let mut at = range.start;
+        while at < range.end {
+            let slot = at % layout.page_size;
+            let count = (layout.page_size - slot).min(range.end - at);
+            let page = pages[(at / layout.page_size) as usize];
+            for kv in 0..2 {
+                // SAFETY: the page lies inside the region, as the caller promises.
+                let from = unsafe { self.base.add(self.geometry.slot_offset(layer, page, kv, head, slot)) };
+                prefetch_bytes(from, count as usize * layout.slot_bytes());
+            }
+            at += count;
+        }
+    }
+
     /// Reads positions `range` of one KV head into rows of `stride` elements.
     ///
     /// # Safety
@@ -121,6 +141,21 @@ impl KvRegion<'_> {
             at += count as u32;
         }
     }
+}
+
+/// Asks the caches for some bytes; a hint, so any address will do.
+fn prefetch_bytes(from: *const u8, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for offset in (0..len).step_by(64) {
+        // SAFETY: prefetching accesses nothing, whatever the address.
+        unsafe {
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(
+                from.wrapping_add(offset).cast(),
+            );
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (from, len);
 }
 
 /// A run of queries of one item that share a KV head.
@@ -219,6 +254,7 @@ pub(crate) unsafe fn attend(
         let place = (layer, pages, unit.head as u32);
         // SAFETY: these positions lie before the unit's end, so they are written, as the caller promises.
         unsafe {
+            kv.prefetch(place, tile_end..(tile_end + TILE as u32).min(end));
             kv.load(kernels, place, 0, tile..tile_end, (&mut scratch.keys, head_dim));
             kv.load(kernels, place, 1, tile..tile_end, (&mut scratch.values, padded));
         }

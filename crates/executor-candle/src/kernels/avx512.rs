@@ -49,7 +49,7 @@ pub(super) unsafe fn f32_product(
     tiles: Range<usize>,
     out: Output<'_>,
 ) {
-    blocks!(rows, tiles, |i, t| f32_block(p, i, t, out), [12, 8, 4, 2, 1]);
+    blocks!(rows, tiles, |i, t| f32_block(p, i, t, out), [12, 8, 6, 4, 3, 2, 1]);
 }
 
 /// See `Kernels::matmul`.

@@ -313,6 +313,9 @@ impl Fields<'_> {
             .ok_or_else(|| self.error("general.architecture is missing"))?;
         let architecture = Architecture::from_name(name)
             .ok_or_else(|| self.error(format_args!("general.architecture {name} is not supported")))?;
+        if self.int("split.count")?.is_some_and(|count| count > 1) {
+            return Err(self.error("split.count: a model split over several files is not supported"));
+        }
         let key = |rest: &str| format!("{name}.{rest}");
         let hidden = self.required(&key("embedding_length"))?;
         let num_heads = self.required(&key("attention.head_count"))?;

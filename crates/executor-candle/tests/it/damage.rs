@@ -171,6 +171,7 @@ fn gguf_metadata_is_checked() {
         ("llama.rope.dimension_count", Some(Value::U32(8)), "rope.dimension_count is 8"),
         ("llama.rope.scaling.type", text("yarn"), "rope.scaling.type yarn"),
         ("llama.rope.scaling.type", text("linear"), "rope.scaling.factor is missing"),
+        ("split.count", Some(Value::U16(3)), "split.count"),
         ("general.alignment", Some(Value::U32(0)), "damaged"),
         ("general.alignment", Some(Value::U32(u32::MAX)), "past the end"),
         ("llama.attention.head_count", Some(Value::U32(3)), "3 heads cannot share"),

@@ -182,6 +182,31 @@ fn odd_sizes_change_nothing() {
     }
 }
 
+/// A prompt of more rows than go through a layer together, alone and beside others.
+#[test]
+fn long_prompts_change_nothing() {
+    let mut config = tiny("qwen2").config;
+    config["vocab_size"] = VOCAB.into();
+    config["max_position_embeddings"] = 1024.into();
+    let directory = tempfile::tempdir().unwrap();
+    crate::tiny::Tiny::new(config).write_directory(directory.path(), DType::F32, 1);
+    for dtype in [WeightDtype::F32, WeightDtype::Bf16, WeightDtype::Q8_0] {
+        let mut config = CandleConfig::new(directory.path());
+        config.dtype = dtype;
+        config.threads = NonZeroUsize::new(2).unwrap();
+        let mut driver = Driver::load(&config, 128);
+        let (long, short) = (Sequence::new(7, 620, 2), Sequence::new(8, 200, 2));
+        let alone = run(&mut driver, vec![Run::new(&long, pages(0..40), 100)]);
+        let together = vec![
+            Run::new(&short, pages(50..70), 512),
+            Run::new(&long, pages((80..120).rev()), 1024),
+            Run::new(&short, pages(120..128).into_iter().chain(pages(70..80)).collect(), 199),
+        ];
+        let traces = run(&mut driver, together);
+        assert!(traces[1] == alone[0] && traces[0] == traces[2], "{dtype}");
+    }
+}
+
 /// Positions past a query hold whatever an earlier owner of the page left, NaNs included; nothing of it may leak.
 #[test]
 fn stale_pages_do_not_leak() {
