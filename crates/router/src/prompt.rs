@@ -155,11 +155,12 @@ pub(crate) async fn decode(codec: Arc<dyn PromptCodec>, tokens: Vec<TokenId>) ->
     off_thread(move || codec.decode(&tokens)).await
 }
 
-async fn off_thread<T: Send + 'static>(
+/// Runs long work on a thread of its own.
+pub(crate) async fn off_thread<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
     match tokio::task::spawn_blocking(work).await {
         Ok(outcome) => outcome,
-        Err(error) => Err(ApiError::internal(format!("tokenising failed: {error}"))),
+        Err(error) => Err(ApiError::internal(format!("a blocking task failed: {error}"))),
     }
 }

@@ -3,5 +3,4 @@
 pub(crate) mod chat;
 pub(crate) mod completions;
 pub(crate) mod models;
-pub(crate) mod timeout;
 pub(crate) mod tokenize;

@@ -34,19 +34,25 @@ pub struct CallOptions {
 impl CallOptions {
     fn from_fields(fields: &mut Fields) -> Result<Self, ApiError> {
         let attempt = fields.opt_u32("attempt")?.map(Attempt);
-        let timeout = match fields.opt_f64("timeout_seconds")? {
-            None => None,
-            Some(seconds) if seconds > 0.0 && seconds <= MAX_TIMEOUT_SECONDS => {
-                Some(Duration::from_secs_f64(seconds))
-            }
-            Some(seconds) => {
-                return Err(ApiError::bad_request(
-                    "timeout_seconds",
-                    format!("timeout_seconds is {seconds}, must be in (0, {MAX_TIMEOUT_SECONDS}]"),
-                ));
-            }
-        };
+        let timeout = Self::timeout_from_fields(fields)?;
         Ok(Self { seq_id: seq_id(fields)?, attempt, timeout })
+    }
+
+    /// Takes `timeout_seconds` out of `fields`: also requests of OpenAI's API may have it, beside what OpenAI knows.
+    ///
+    /// # Errors
+    /// 422 if it is no number, 400 if it is out of bounds.
+    pub fn timeout_from_fields(fields: &mut Fields) -> Result<Option<Duration>, ApiError> {
+        match fields.opt_f64("timeout_seconds")? {
+            None => Ok(None),
+            Some(seconds) if seconds > 0.0 && seconds <= MAX_TIMEOUT_SECONDS => {
+                Ok(Some(Duration::from_secs_f64(seconds)))
+            }
+            Some(seconds) => Err(ApiError::bad_request(
+                "timeout_seconds",
+                format!("timeout_seconds is {seconds}, must be in (0, {MAX_TIMEOUT_SECONDS}]"),
+            )),
+        }
     }
 }
 

@@ -140,7 +140,14 @@ impl ChatCompletionRequest {
     /// # Errors
     /// 422 if the body is not JSON or a field has the wrong type; 400 for a parameter that is known and not implemented.
     pub fn from_json(body: &[u8]) -> Result<Self, ApiError> {
-        let mut fields = Fields::parse(body)?;
+        Self::from_fields(&mut Fields::parse(body)?)
+    }
+
+    /// Takes the fields of a chat request out of `fields`, leaving what it does not know.
+    ///
+    /// # Errors
+    /// As [`ChatCompletionRequest::from_json`].
+    pub fn from_fields(fields: &mut Fields) -> Result<Self, ApiError> {
         fields.refuse(NOT_IMPLEMENTED)?;
         if let Some(choice) = fields.take("tool_choice")
             && choice != "none"
@@ -156,10 +163,10 @@ impl ChatCompletionRequest {
         if fields.opt_bool("add_generation_prompt")? == Some(false) {
             return Err(ApiError::not_implemented("add_generation_prompt"));
         }
-        let messages = ChatMessage::list(&mut fields)?;
+        let messages = ChatMessage::list(fields)?;
         let wants_logprobs = fields.opt_bool("logprobs")?.unwrap_or(false);
         let top_logprobs = fields.opt_int("top_logprobs")?;
-        let mut rest = CompletionRequest::common(&mut fields)?;
+        let mut rest = CompletionRequest::common(fields)?;
         rest.logprobs = match (wants_logprobs, top_logprobs) {
             // Here, where the field still has the name that the client gave it.
             (true, Some(top)) => Some(whole("top_logprobs", top, 0, MAX_LOGPROBS)?.into()),

@@ -4,12 +4,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Extension;
+use axum::body::Bytes;
 use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::Response;
 use microserving_client::CallContext;
 use microserving_protocol::{
-    ApiError, ChatCompletionRequest, CompletionRequest, Fields, ModelCard, Prompt, SeqId, TokenId,
+    ApiError, CallOptions, ChatCompletionRequest, CompletionRequest, Fields, ModelCard, Prompt, SeqId,
+    TokenId,
 };
 use tokio::time::Instant;
 
@@ -21,8 +23,8 @@ use crate::metrics::RequestRecord;
 use crate::pattern::Chosen;
 use crate::{Error, Request, RouterService, prompt};
 
-/// The longest deadline that a client may set, in seconds.
-const MAX_TIMEOUT_SECONDS: f64 = 86_400.0;
+/// Bodies from this size on are parsed on a thread of their own.
+const LONG_BODY_BYTES: usize = 64 << 10;
 
 /// Continues a prompt.
 pub(crate) async fn completions(
@@ -31,7 +33,7 @@ pub(crate) async fn completions(
     headers: HeaderMap,
     WholeBody(body): WholeBody,
 ) -> Result<Response, Failure> {
-    Arrival::new(&service, id, &headers, &body)?.serve(&service, &body, Door::Completions).await
+    Arrival::new(&service, id, &headers)?.serve(&service, body, Door::Completions).await
 }
 
 /// Answers the last message of a conversation.
@@ -41,7 +43,7 @@ pub(crate) async fn chat_completions(
     headers: HeaderMap,
     WholeBody(body): WholeBody,
 ) -> Result<Response, Failure> {
-    Arrival::new(&service, id, &headers, &body)?.serve(&service, &body, Door::Chats).await
+    Arrival::new(&service, id, &headers)?.serve(&service, body, Door::Chats).await
 }
 
 /// Where a request came in, which says how it is read and answered.
@@ -59,6 +61,31 @@ struct Arrival {
     record: RequestRecord,
 }
 
+/// What a client asks for, as it wrote it.
+enum Asked {
+    Completion(CompletionRequest),
+    Chat(ChatCompletionRequest),
+}
+
+impl Asked {
+    /// Reads a body, and when its client gives up, off the worker threads if it is long.
+    async fn read(body: Bytes, door: Door) -> Result<(Self, Option<Duration>), ApiError> {
+        if body.len() < LONG_BODY_BYTES {
+            return Self::from_json(&body, door);
+        }
+        prompt::off_thread(move || Self::from_json(&body, door)).await
+    }
+
+    fn from_json(body: &[u8], door: Door) -> Result<(Self, Option<Duration>), ApiError> {
+        let mut fields = Fields::parse(body)?;
+        let asked = match door {
+            Door::Completions => Self::Completion(CompletionRequest::from_fields(&mut fields)?),
+            Door::Chats => Self::Chat(ChatCompletionRequest::from_fields(&mut fields)?),
+        };
+        Ok((asked, CallOptions::timeout_from_fields(&mut fields)?))
+    }
+}
+
 /// A request that was read and turned into tokens.
 struct Read {
     /// Names its model, whether the client did or not: engines of another one must not get it.
@@ -70,33 +97,26 @@ struct Read {
 }
 
 impl Arrival {
-    fn new(service: &RouterService, id: String, headers: &HeaderMap, body: &[u8]) -> Result<Self, Failure> {
+    fn new(service: &RouterService, id: String, headers: &HeaderMap) -> Result<Self, Failure> {
         let at = Instant::now();
         let asked = headers::pattern(headers)?;
         let chosen = service
             .patterns
             .choose(asked.as_ref())
             .map_err(|error| ApiError::bad_request(headers::PATTERN.as_str(), error.to_string()))?;
-        let mut record = RequestRecord::new(service.shared.metrics.clone(), chosen.program.name());
-        let timeout = match timeout(body) {
-            Ok(timeout) => timeout.unwrap_or(service.request_timeout),
-            Err(error) => {
-                record.set_status(error.status);
-                return Err(error.into());
-            }
-        };
+        let record = RequestRecord::new(service.shared.metrics.clone(), chosen.program.name());
         let call = CallContext {
             request_id: Some(id),
             traceparent: headers::traceparent(headers),
-            deadline: Some(at + timeout.min(service.request_timeout)),
+            deadline: Some(at + service.request_timeout),
             wants_stats: headers::wants_stats(headers),
         };
         Ok(Self { at, call, chosen, record })
     }
 
     /// Serves the request, and counts it, whatever becomes of it.
-    async fn serve(self, service: &Arc<RouterService>, body: &[u8], door: Door) -> Result<Response, Failure> {
-        let Self { at, call, chosen, mut record } = self;
+    async fn serve(self, service: &Arc<RouterService>, body: Bytes, door: Door) -> Result<Response, Failure> {
+        let Self { at, mut call, chosen, mut record } = self;
         let ready = async {
             if service.is_draining() {
                 let error = ApiError::unavailable("the router is draining", Duration::from_secs(1));
@@ -106,7 +126,12 @@ impl Arrival {
                 let reason = "the router serves as many requests at once as it may";
                 ApiError::too_many_requests(reason, Duration::from_secs(1))
             })?;
-            let read = in_time(&call, read(service, &call, body, door)).await?;
+            let (asked, timeout) = Asked::read(body, door).await?;
+            if let Some(timeout) = timeout {
+                // A client may make the deadline shorter, not longer.
+                call.deadline = Some(at + timeout.min(service.request_timeout));
+            }
+            let read = in_time(&call, read(service, &call, asked)).await?;
             let request = request(service, &read)?;
             Ok::<_, Error>((slot, read, request))
         };
@@ -125,10 +150,9 @@ impl Arrival {
     }
 }
 
-async fn read(service: &RouterService, call: &CallContext, body: &[u8], door: Door) -> Result<Read, Error> {
-    match door {
-        Door::Completions => {
-            let completion = CompletionRequest::from_json(body)?;
+async fn read(service: &RouterService, call: &CallContext, asked: Asked) -> Result<Read, Error> {
+    match asked {
+        Asked::Completion(completion) => {
             let model = service.model(completion.model.as_deref())?;
             let (tokens, text) = match &completion.prompt {
                 Prompt::Tokens(tokens) => (tokens.clone(), None),
@@ -144,8 +168,7 @@ async fn read(service: &RouterService, call: &CallContext, body: &[u8], door: Do
                 text,
             })
         }
-        Door::Chats => {
-            let chat = ChatCompletionRequest::from_json(body)?;
+        Asked::Chat(chat) => {
             let model = service.model(chat.rest.model.as_deref())?;
             let codec = service.codecs.get(service.cluster(), call, &model.id).await?;
             let tokens = prompt::encode_chat(codec, chat.messages).await?;
@@ -171,19 +194,4 @@ fn request(service: &RouterService, read: &Read) -> Result<Request, Error> {
     let seq_id = SeqId::from(service.randomness.name("cmpl-"));
     let request = Request::new(seq_id, &read.completion, params, read.tokens.clone());
     Ok(if read.text.is_some() { request.without_echo() } else { request })
-}
-
-/// Reads `timeout_seconds`, our own field, which may make the deadline shorter.
-fn timeout(body: &[u8]) -> Result<Option<Duration>, ApiError> {
-    const NAME: &[u8] = b"timeout_seconds";
-    // Most requests do not have it, and a body is worth parsing only once.
-    if !body.windows(NAME.len()).any(|window| window == NAME) {
-        return Ok(None);
-    }
-    let Some(seconds) = Fields::parse(body)?.opt_f64("timeout_seconds")? else { return Ok(None) };
-    if seconds > 0.0 && seconds <= MAX_TIMEOUT_SECONDS {
-        return Ok(Some(Duration::from_secs_f64(seconds)));
-    }
-    let message = format!("timeout_seconds is {seconds}, must be in (0, {MAX_TIMEOUT_SECONDS}]");
-    Err(ApiError::bad_request("timeout_seconds", message))
 }

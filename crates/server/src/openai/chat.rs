@@ -6,9 +6,8 @@ use axum::Extension;
 use axum::extract::State;
 use axum::response::Response;
 use http::HeaderMap;
-use microserving_protocol::ChatCompletionRequest;
+use microserving_protocol::{CallOptions, ChatCompletionRequest, Fields};
 
-use super::timeout::timeout_of;
 use crate::app::App;
 use crate::body::WholeBody;
 use crate::deliver::{Delivery, deliver};
@@ -24,8 +23,12 @@ pub(crate) async fn chat_completions(
     headers: HeaderMap,
     body: WholeBody,
 ) -> Result<Response, Failure> {
-    let (request, timeout) =
-        body.parse(|body| Ok((ChatCompletionRequest::from_json(body)?, timeout_of(body)?))).await?;
+    let read = |body: &[u8]| {
+        let mut fields = Fields::parse(body)?;
+        let request = ChatCompletionRequest::from_fields(&mut fields)?;
+        Ok((request, CallOptions::timeout_from_fields(&mut fields)?))
+    };
+    let (request, timeout) = body.parse(read).await?;
     let params = parameters(&app, &request.rest, None)?;
     let prompt = prompt::chat_tokens(&app, request.messages).await?;
     let generated_from = prompt::len(&prompt)?;
