@@ -36,7 +36,7 @@ impl ApiError {
     #[must_use]
     pub fn new(status: u16, message: impl Into<String>) -> Self {
         let kind = match status {
-            400 | 405 | 409 | 410 | 413 | 415 | 422 => "invalid_request_error",
+            400 | 405 | 408 | 409 | 410 | 413 | 415 | 422 => "invalid_request_error",
             401 => "authentication_error",
             403 => "permission_error",
             404 => "not_found_error",

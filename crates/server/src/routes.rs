@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use axum::extract::{DefaultBodyLimit, State};
+use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, get, post};
 use axum::{Json, Router, middleware};
@@ -101,11 +101,9 @@ pub(crate) fn router(app: Arc<App>) -> Router {
     for (operation, handler) in table() {
         router = router.route(operation.path, handler);
     }
-    let limit = DefaultBodyLimit::max(app.config.max_body_bytes);
     router
         .fallback(no_route)
         .method_not_allowed_fallback(wrong_method)
-        .layer(limit)
         .layer(middleware::from_fn_with_state(Arc::clone(&app), track))
         .with_state(app)
 }

@@ -26,11 +26,7 @@ pub(crate) fn done() -> Bytes {
 ///
 /// The status that the error would have had goes in as `status`, beside OpenAI's four fields.
 pub(crate) fn error(error: &ApiError) -> Bytes {
-    let mut body: serde_json::Value = serde_json::from_str(&error.to_json()).unwrap_or_default();
-    if let Some(fields) = body.get_mut("error").and_then(serde_json::Value::as_object_mut) {
-        fields.insert("status".into(), error.status.into());
-    }
-    event(&body)
+    event(&error.to_event())
 }
 
 /// Makes the response of a stream of framed events.

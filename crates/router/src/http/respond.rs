@@ -1,5 +1,7 @@
 //! Errors as answers, and bodies as bytes.
 
+use std::time::Duration;
+
 use axum::body::{Body, Bytes};
 use axum::extract::{FromRequest, Request};
 use axum::http::{HeaderValue, StatusCode, header};
@@ -7,6 +9,9 @@ use axum::response::{IntoResponse, Response};
 use microserving_protocol::ApiError;
 
 use crate::Error;
+
+/// How long a body may take to arrive.
+const BODY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// An error on its way to a client.
 #[derive(Debug)]
@@ -37,7 +42,7 @@ impl IntoResponse for Failure {
     }
 }
 
-/// A whole body; one that is too large or breaks off is an error in OpenAI's form.
+/// A whole body; one that is too large, too slow or breaks off is an error in OpenAI's form.
 #[derive(Debug)]
 pub(crate) struct WholeBody(pub(crate) Bytes);
 
@@ -45,9 +50,13 @@ impl<S: Send + Sync> FromRequest<S> for WholeBody {
     type Rejection = Failure;
 
     async fn from_request(request: Request, state: &S) -> Result<Self, Failure> {
-        Bytes::from_request(request, state).await.map(WholeBody).map_err(|rejection| {
-            let status = rejection.status().as_u16();
-            Failure(ApiError::new(status, rejection.body_text().to_lowercase()))
-        })
+        match tokio::time::timeout(BODY_TIMEOUT, Bytes::from_request(request, state)).await {
+            Ok(Ok(body)) => Ok(Self(body)),
+            Ok(Err(rejection)) => {
+                let status = rejection.status().as_u16();
+                Err(Failure(ApiError::new(status, rejection.body_text().to_lowercase())))
+            }
+            Err(_) => Err(Failure(ApiError::new(408, "the body did not arrive in time"))),
+        }
     }
 }

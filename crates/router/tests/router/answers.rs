@@ -2,6 +2,7 @@
 
 use microserving_router::Role;
 use serde_json::{Value, json};
+use tower::ServiceExt as _;
 
 use crate::fake::{Fake, MODEL, World, tokens};
 
@@ -198,7 +199,21 @@ async fn bad_requests_name_the_field_and_reach_no_engine() {
     assert_eq!((long.status.as_u16(), long.json()["error"]["param"].as_str()), (400, Some("prompt")));
     assert_eq!(world.get("/nowhere").await.json()["error"]["type"], "not_found_error");
     assert_eq!(world.get("/v1/completions").await.status, 405);
+    let odd = world.get("/v1/models/%ff").await;
+    assert_eq!((odd.status.as_u16(), odd.json()["error"]["param"].as_str()), (400, Some("model")));
     assert!(p.calls().is_empty() && d.calls().is_empty());
+    world.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_body_that_never_ends_is_given_up() {
+    let d = Fake::new("d");
+    let world = World::new(&[(&d, Role::Any)], "data_parallel").await;
+    let pending = futures::stream::pending::<Result<axum::body::Bytes, std::convert::Infallible>>();
+    let request = axum::http::Request::post("/v1/completions").body(axum::body::Body::from_stream(pending));
+    let response = world.app().oneshot(request.expect("a request")).await.expect("infallible");
+    assert_eq!(response.status(), 408);
+    assert!(d.calls().is_empty());
     world.end().await;
 }
 

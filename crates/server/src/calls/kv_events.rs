@@ -6,6 +6,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
 use axum::response::Response;
 use bytes::Bytes;
@@ -30,8 +31,9 @@ pub(crate) struct From {
 /// Streams the changes of the context cache from number `from` on, a snapshot first if some are gone or `from` is 0.
 pub(crate) async fn kv_events(
     State(app): State<Arc<App>>,
-    Query(query): Query<From>,
+    query: Result<Query<From>, QueryRejection>,
 ) -> Result<Response, Failure> {
+    let Query(query) = query.map_err(|rejection| ApiError::bad_request("from", rejection.body_text()))?;
     let from = match query.from.as_deref() {
         None | Some("") => 0,
         Some(text) => text.parse::<u64>().map_err(|_| {

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use axum::Json;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use microserving_engine::SequenceInfo;
-use microserving_protocol::{SeqId, SequenceList, SequenceView};
+use microserving_protocol::{ApiError, SeqId, SequenceList, SequenceView};
 
 use crate::app::App;
 use crate::errors::Failure;
@@ -19,8 +20,9 @@ pub(crate) async fn list(State(app): State<Arc<App>>) -> Result<Json<SequenceLis
 /// Shows one sequence.
 pub(crate) async fn one(
     State(app): State<Arc<App>>,
-    Path(seq_id): Path<String>,
+    seq_id: Result<Path<String>, PathRejection>,
 ) -> Result<Json<SequenceView>, Failure> {
+    let Path(seq_id) = seq_id.map_err(|rejection| ApiError::bad_request("seq_id", rejection.body_text()))?;
     Ok(Json(view(app.engine.sequence(SeqId::from(seq_id)).await?)))
 }
 

@@ -222,6 +222,11 @@ async fn changes_of_the_cache_can_be_followed() {
     let numbers: Vec<_> =
         first_events(&d, "?from=1", 1).await.iter().map(|event| event["number"].clone()).collect();
     assert_eq!(numbers[0], 1);
+    for wrong in ["/microserving/kv_events?from=1&from=2", "/microserving/sequences/%ff"] {
+        let answer = d.get(wrong).await;
+        assert_eq!(answer.status, 400, "{wrong}");
+        assert!(answer.json()["error"]["param"].is_string(), "{wrong}: {}", answer.body);
+    }
     let bad = d.get("/microserving/kv_events?from=-1").await;
     assert_eq!((bad.status, bad.json()["error"]["param"].as_str()), (400, Some("from")));
 }
