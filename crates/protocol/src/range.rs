@@ -53,7 +53,7 @@ impl KvRange {
     /// Says whether the two ranges share a position.
     #[must_use]
     pub const fn overlaps(self, other: Self) -> bool {
-        self.begin < other.end && other.begin < self.end
+        !self.is_empty() && !other.is_empty() && self.begin < other.end && other.begin < self.end
     }
 
     /// Says whether `other` lies inside this range.
@@ -66,5 +66,25 @@ impl KvRange {
 impl fmt::Display for KvRange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "[{}, {})", self.begin, self.end)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_overlap_if_they_share_a_position() {
+        let range = |begin, end| KvRange::new(begin, end).expect("ordered");
+        for (a, b, expected) in [
+            (range(0, 4), range(3, 5), true),
+            (range(0, 4), range(4, 5), false),
+            (range(2, 3), range(0, 9), true),
+            (range(2, 2), range(0, 9), false),
+            (range(0, 9), range(2, 2), false),
+        ] {
+            assert_eq!(a.overlaps(b), expected, "{a} {b}");
+            assert_eq!(b.overlaps(a), expected, "{b} {a}");
+        }
     }
 }
