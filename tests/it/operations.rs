@@ -92,3 +92,18 @@ fn a_device_that_is_not_there_is_one_clear_line() -> Result<()> {
     ensure!(error.trim().lines().count() == 1 && error.contains("cuda: not available"), "{error}");
     Ok(())
 }
+
+#[test]
+fn a_router_without_engines_is_not_ready() -> Result<()> {
+    let mut cluster = Cluster::start(&ClusterOptions::toy(1))?;
+    let ready = format!("{}/health/ready", cluster.router().url());
+    ensure!(http::status(&ready)? == 200, "it was waited for");
+    cluster.engines_mut()[0].kill()?;
+    let until = Instant::now() + Duration::from_secs(10);
+    while http::status(&ready)? != 503 {
+        ensure!(Instant::now() < until, "still ready without an engine");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    ensure!(http::status(&ready.replace("ready", "live"))? == 200, "the router itself is well");
+    Ok(())
+}

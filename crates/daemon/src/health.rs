@@ -21,6 +21,7 @@ pub struct Health {
 #[derive(Clone, Debug, PartialEq)]
 enum Phase {
     Starting { detail: String },
+    Waiting { detail: String },
     Ready,
     Draining,
     Failed { reason: String },
@@ -48,10 +49,20 @@ impl Health {
         });
     }
 
+    /// Says that what the daemon depends on is not there, before it is ready for the first time or after.
+    pub fn waiting(&self, detail: impl Into<String>) {
+        let detail = detail.into();
+        self.change(|phase| match phase {
+            Phase::Starting { .. } => Some(Phase::Starting { detail }),
+            Phase::Ready | Phase::Waiting { .. } => Some(Phase::Waiting { detail }),
+            Phase::Draining | Phase::Failed { .. } => None,
+        });
+    }
+
     /// Says that work is welcome.
     pub fn ready(&self) {
         self.change(|phase| match phase {
-            Phase::Starting { .. } => Some(Phase::Ready),
+            Phase::Starting { .. } | Phase::Waiting { .. } => Some(Phase::Ready),
             _ => None,
         });
     }
@@ -88,12 +99,12 @@ impl Health {
     /// Returns the answer to work that comes while there is none to take it.
     pub(crate) fn unavailable(&self) -> Response {
         let message = match self.phase() {
-            Phase::Starting { detail } => format!("not ready: {detail}"),
+            Phase::Starting { detail } | Phase::Waiting { detail } => format!("not ready: {detail}"),
             Phase::Ready | Phase::Draining => "draining".to_owned(),
             Phase::Failed { reason } => reason,
         };
         let body = json!({"error": {
-            "message": message, "type": "service_unavailable", "param": null, "code": "not_ready",
+            "message": message, "type": "overloaded_error", "param": null, "code": "not_ready",
         }});
         (StatusCode::SERVICE_UNAVAILABLE, [(RETRY_AFTER, "1")], Json(body)).into_response()
     }
@@ -101,6 +112,7 @@ impl Health {
     fn answer(&self, work: bool) -> Response {
         let (status, detail) = match self.phase() {
             Phase::Starting { detail } => ("starting", Some(detail)),
+            Phase::Waiting { detail } => ("waiting", Some(detail)),
             Phase::Ready => ("ready", None),
             Phase::Draining => ("draining", None),
             Phase::Failed { reason } => ("failed", Some(reason)),
@@ -139,7 +151,13 @@ mod tests {
         assert_eq!(codes(&health), (200, 200));
         health.starting("too late");
         assert!(health.is_ready());
+        health.waiting("no engine");
+        health.starting("too late");
+        assert_eq!(codes(&health), (200, 503));
+        health.ready();
+        assert!(health.is_ready());
         health.draining();
+        health.waiting("too late");
         assert_eq!(codes(&health), (200, 503));
         health.ready();
         assert_eq!(codes(&health), (200, 503));

@@ -52,6 +52,12 @@ impl Cluster {
         models
     }
 
+    /// Returns how many engines get requests now.
+    #[must_use]
+    pub fn num_ready(&self) -> usize {
+        self.engines.iter().filter(|engine| engine.health() == Health::Ready).count()
+    }
+
     /// Returns the requests in flight over all engines: 0 when nothing is being served.
     #[must_use]
     pub fn in_flight(&self) -> u32 {

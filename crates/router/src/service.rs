@@ -15,8 +15,8 @@ use crate::ctx::Shared;
 use crate::prompt::Codecs;
 use crate::watch::watch;
 use crate::{
-    BadPattern, Cluster, EngineSpec, Error, Health, Metrics, Pattern, Patterns, Placement, PlacementPolicy,
-    Program, PromptCodec, Randomness,
+    BadPattern, Cluster, EngineSpec, Error, Metrics, Pattern, Patterns, Placement, PlacementPolicy, Program,
+    PromptCodec, Randomness,
 };
 
 /// How a router works.
@@ -145,15 +145,13 @@ impl RouterService {
     /// If the time runs out, with the number of engines ready by then or what kept the tokenizers away.
     pub async fn wait_ready(&self, num_engines: usize, timeout: Duration) -> Result<(), Error> {
         let cx = CallContext::within(timeout);
-        let num_ready =
-            || self.cluster().engines().iter().filter(|engine| engine.health() == Health::Ready).count();
         let ready = async {
-            while num_ready() < num_engines {
+            while self.cluster().num_ready() < num_engines {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
         if tokio::time::timeout(timeout, ready).await.is_err() {
-            return Err(Error::NotReady { ready: num_ready(), wanted: num_engines });
+            return Err(Error::NotReady { ready: self.cluster().num_ready(), wanted: num_engines });
         }
         for model in self.cluster().models() {
             self.codecs.get(self.cluster(), &cx, &model.id).await?;

@@ -9,12 +9,14 @@ use microserving_daemon::{Health, HttpServer, Refused, Shutdown};
 use microserving_router::{EngineSpec, PromptCodec, Role, RouterConfig, RouterService};
 use microserving_text::TextBundle;
 use tokio::task::spawn_blocking;
-use tracing::info;
+use tracing::{info, warn};
 
 use crate::options::Options;
 
-/// Between two lines of the log that say what the start waits for.
+/// Between two lines of the log that say what is waited for.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// Between two looks at whether there is an engine.
+const WATCH: Duration = Duration::from_millis(250);
 
 /// Runs the daemon until it is told to stop.
 pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
@@ -34,11 +36,7 @@ pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
     info!(address = %server.address(), num_engines, pattern = %service.patterns().current(), "routing");
 
     tokio::select! {
-        () = wait_ready(&service, options.min_engines as usize, &health) => {
-            health.ready();
-            info!(address = %server.address(), "ready");
-            shutdown.begun().await;
-        }
+        () = keep_health(&service, options.min_engines as usize, &health) => {}
         () = shutdown.begun() => {}
     }
     health.draining();
@@ -50,16 +48,32 @@ pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
     Ok(())
 }
 
+/// Says that the router is ready while there are engines, and else what it waits for. Never returns.
+async fn keep_health(service: &RouterService, min_engines: usize, health: &Health) {
+    let mut wanted = min_engines;
+    loop {
+        wait_ready(service, wanted, health).await;
+        health.ready();
+        info!(num_engines = service.cluster().num_ready(), "ready");
+        while service.cluster().num_ready() > 0 {
+            tokio::time::sleep(WATCH).await;
+        }
+        warn!("no engine is ready any more");
+        // `min_engines` is for the start; one engine is enough to go on.
+        wanted = 1;
+    }
+}
+
 /// Waits until engines and tokenizers are there, however long that takes: engines may well start after their router.
 async fn wait_ready(service: &RouterService, min_engines: usize, health: &Health) {
-    health.starting(format!("waiting for {min_engines} engine(s)"));
+    health.waiting(format!("waiting for {min_engines} engine(s)"));
     while let Err(error) = service.wait_ready(min_engines, PATIENCE).await {
         let mut reason = error.to_string();
         if let Some(source) = std::error::Error::source(&error) {
             reason = format!("{reason}: {source}");
         }
         info!(min_engines, reason, "still waiting for engines");
-        health.starting(format!("waiting for {min_engines} engine(s): {reason}"));
+        health.waiting(format!("waiting for {min_engines} engine(s): {reason}"));
     }
 }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Json;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -16,7 +17,7 @@ use serde_json::json;
 
 use super::headers;
 use super::respond::{Failure, WholeBody};
-use crate::{Health, PromptCodec, RouterService, prompt};
+use crate::{PromptCodec, RouterService, prompt};
 
 /// How long fetching a tokenizer may take.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -27,8 +28,9 @@ pub(crate) async fn models(State(service): State<Arc<RouterService>>) -> Json<Mo
 
 pub(crate) async fn model(
     State(service): State<Arc<RouterService>>,
-    Path(name): Path<String>,
+    name: Result<Path<String>, PathRejection>,
 ) -> Result<Json<ModelCard>, Failure> {
+    let Path(name) = name.map_err(|rejection| ApiError::bad_request("model", rejection.body_text()))?;
     Ok(Json(service.model(Some(&name))?))
 }
 
@@ -79,7 +81,7 @@ pub(crate) async fn ready(State(service): State<Arc<RouterService>>) -> Response
         return Failure(error).into_response();
     }
     let engines = service.cluster().engines();
-    let ready = engines.iter().filter(|engine| engine.health() == Health::Ready).count();
+    let ready = service.cluster().num_ready();
     if ready == 0 {
         let error =
             ApiError::unavailable("no engine is ready", Duration::from_secs(1)).with_code("no_engine");
