@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use microserving_client::CallContext;
-use microserving_protocol::{ApiError, ChatMessage, TokenId};
+use microserving_protocol::{ApiError, ChatMessage, ModelCard, TokenId};
 use microserving_text::{ChatOptions, Specials, TextBundle, TextError, TextModel};
 use tokio::sync::OnceCell;
 
@@ -34,6 +34,13 @@ pub trait PromptCodec: Send + Sync + fmt::Debug {
     /// # Errors
     /// 400 if one is outside the vocabulary.
     fn decode(&self, tokens: &[TokenId]) -> Result<String, ApiError>;
+
+    /// Returns the bytes that the text of `num_tokens` tokens can have at most: a longer one is refused without being cut.
+    /// By default there is no bound.
+    fn max_text_bytes(&self, num_tokens: u32) -> usize {
+        let _ = num_tokens;
+        usize::MAX
+    }
 }
 
 impl PromptCodec for TextModel {
@@ -58,6 +65,10 @@ impl PromptCodec for TextModel {
 
     fn decode(&self, tokens: &[TokenId]) -> Result<String, ApiError> {
         self.tokenizer.decode(tokens, Specials::Show).map_err(|error| text_error(&error, "tokens"))
+    }
+
+    fn max_text_bytes(&self, num_tokens: u32) -> usize {
+        self.tokenizer.max_text_bytes(num_tokens)
     }
 }
 
@@ -127,9 +138,11 @@ async fn fetch(cluster: &Cluster, cx: &CallContext, model: &str) -> Result<Arc<d
 /// Encodes, off the worker threads if it is long.
 pub(crate) async fn encode(
     codec: Arc<dyn PromptCodec>,
+    model: &ModelCard,
     text: String,
     special: bool,
 ) -> Result<Vec<TokenId>, ApiError> {
+    check_length(&*codec, model, "prompt", text.len())?;
     if text.len() < LONG_TEXT_BYTES {
         return codec.encode(&text, special);
     }
@@ -139,12 +152,31 @@ pub(crate) async fn encode(
 /// Encodes a conversation, off the worker threads if it is long.
 pub(crate) async fn encode_chat(
     codec: Arc<dyn PromptCodec>,
+    model: &ModelCard,
     messages: Vec<ChatMessage>,
 ) -> Result<Vec<TokenId>, ApiError> {
-    if messages.iter().map(|message| message.content.len()).sum::<usize>() < LONG_TEXT_BYTES {
+    let num_bytes = messages.iter().map(|message| message.content.len()).sum();
+    check_length(&*codec, model, "messages", num_bytes)?;
+    if num_bytes < LONG_TEXT_BYTES {
         return codec.encode_chat(&messages);
     }
     off_thread(move || codec.encode_chat(&messages)).await
+}
+
+/// Refuses a text that cannot fit the model's context however it is cut.
+fn check_length(
+    codec: &dyn PromptCodec,
+    model: &ModelCard,
+    field: &str,
+    num_bytes: usize,
+) -> Result<(), ApiError> {
+    let Some(context) = model.max_model_len else { return Ok(()) };
+    if num_bytes <= codec.max_text_bytes(context) {
+        return Ok(());
+    }
+    let message =
+        format!("{field} has {num_bytes} bytes, which are more than the {context} tokens of the context");
+    Err(ApiError::bad_request(field, message).with_code("context_length_exceeded"))
 }
 
 /// Decodes, off the worker threads if it is long.

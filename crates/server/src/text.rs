@@ -9,9 +9,6 @@ use microserving_text::{
     TextError, TextModel, TextStream,
 };
 
-/// A normaliser may shorten a text before it is cut into tokens; none that we know shortens it by more than this.
-const NORMALISER_SLACK: usize = 4;
-
 /// A model's tokenizer, chat template and grammars; cheap to clone.
 #[derive(Clone, Debug)]
 pub struct ModelText {
@@ -23,7 +20,6 @@ struct Inner {
     model: TextModel,
     /// The bundle as JSON, as routers ask for it.
     bundle: Bytes,
-    max_token_bytes: usize,
     /// Made when the first request needs it: many servers never see one, and a large vocabulary takes a while.
     grammars: OnceLock<Result<GrammarCompiler, TextError>>,
 }
@@ -35,16 +31,8 @@ impl ModelText {
     /// If its vocabulary or template is broken.
     pub fn new(bundle: &TextBundle) -> Result<Self, TextError> {
         let model = bundle.build()?;
-        let num_tokens = u32::try_from(model.tokenizer.num_tokens()).unwrap_or(u32::MAX);
-        let longest =
-            (0..num_tokens).filter_map(|id| model.tokenizer.token_bytes(TokenId(id))).map(<[u8]>::len).max();
         Ok(Self {
-            inner: Arc::new(Inner {
-                model,
-                bundle: bundle.to_json().into(),
-                max_token_bytes: longest.unwrap_or(1).max(1),
-                grammars: OnceLock::new(),
-            }),
+            inner: Arc::new(Inner { model, bundle: bundle.to_json().into(), grammars: OnceLock::new() }),
         })
     }
 
@@ -92,8 +80,7 @@ impl ModelText {
 
     /// Refuses a text that cannot fit a context of `max_context` tokens however it is cut, without cutting it.
     pub(crate) fn check_length(&self, field: &str, text: &str, max_context: u32) -> Result<(), ApiError> {
-        let most = (max_context as usize).saturating_mul(self.inner.max_token_bytes * NORMALISER_SLACK);
-        if text.len() <= most {
+        if text.len() <= self.inner.model.tokenizer.max_text_bytes(max_context) {
             return Ok(());
         }
         let message = format!(

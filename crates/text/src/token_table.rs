@@ -26,6 +26,7 @@ pub(crate) struct TokenTable {
     bytes: Vec<u8>,
     ends: Vec<usize>,
     kinds: Vec<TokenKind>,
+    longest: usize,
 }
 
 impl TokenTable {
@@ -33,6 +34,7 @@ impl TokenTable {
     pub(crate) fn new(tokens: impl IntoIterator<Item = (Vec<u8>, TokenKind)>) -> Self {
         let mut table = Self::default();
         for (bytes, kind) in tokens {
+            table.longest = table.longest.max(bytes.len());
             table.bytes.extend_from_slice(&bytes);
             table.ends.push(table.bytes.len());
             table.kinds.push(kind);
@@ -43,6 +45,11 @@ impl TokenTable {
     /// Returns the size of the vocabulary, holes included.
     pub(crate) fn len(&self) -> usize {
         self.ends.len()
+    }
+
+    /// Returns the bytes of the longest token.
+    pub(crate) fn longest(&self) -> usize {
+        self.longest
     }
 
     /// Returns a token's bytes (a special token's name), or `None` outside the vocabulary.

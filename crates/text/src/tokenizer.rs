@@ -16,6 +16,9 @@ mod special;
 mod spm;
 mod toy;
 
+/// A normaliser may shorten a text before it is cut into tokens; none that we know shortens it by more than this.
+const NORMALISER_SLACK: usize = 4;
+
 /// Turns text into tokens and back.
 ///
 /// Special tokens written out in a text (`<|im_start|>`) become the special tokens, as in every serving
@@ -171,6 +174,12 @@ impl Tokenizer {
     #[must_use]
     pub fn num_tokens(&self) -> usize {
         self.table.len()
+    }
+
+    /// Returns the bytes that the text of `num_tokens` tokens can have at most: a longer one need not be cut to be refused.
+    #[must_use]
+    pub fn max_text_bytes(&self, num_tokens: u32) -> usize {
+        (num_tokens as usize).saturating_mul(self.table.longest().max(1) * NORMALISER_SLACK)
     }
 
     /// Returns the beginning-of-sequence token, if the vocabulary itself names one.

@@ -158,7 +158,7 @@ async fn read(service: &RouterService, call: &CallContext, asked: Asked) -> Resu
                 Prompt::Tokens(tokens) => (tokens.clone(), None),
                 Prompt::Text(text) => {
                     let codec = service.codecs.get(service.cluster(), call, &model.id).await?;
-                    (prompt::encode(codec, text.clone(), true).await?, Some(text.clone()))
+                    (prompt::encode(codec, &model, text.clone(), true).await?, Some(text.clone()))
                 }
             };
             Ok(Read {
@@ -171,7 +171,7 @@ async fn read(service: &RouterService, call: &CallContext, asked: Asked) -> Resu
         Asked::Chat(chat) => {
             let model = service.model(chat.rest.model.as_deref())?;
             let codec = service.codecs.get(service.cluster(), call, &model.id).await?;
-            let tokens = prompt::encode_chat(codec, chat.messages).await?;
+            let tokens = prompt::encode_chat(codec, &model, chat.messages).await?;
             let completion = CompletionRequest { model: Some(model.id.clone()), ..chat.rest };
             Ok(Read { completion, model, tokens, text: None })
         }

@@ -42,8 +42,8 @@ pub(crate) async fn tokenize(
     let request = TokenizeRequest::from_json(&body)?;
     let (model, codec) = codec(&service, &headers, request.model.as_deref()).await?;
     let tokens = match request.input {
-        TokenizeInput::Text(text) => prompt::encode(codec, text, request.add_special_tokens).await?,
-        TokenizeInput::Chat(messages) => prompt::encode_chat(codec, messages).await?,
+        TokenizeInput::Text(text) => prompt::encode(codec, &model, text, request.add_special_tokens).await?,
+        TokenizeInput::Chat(messages) => prompt::encode_chat(codec, &model, messages).await?,
     };
     Ok(Json(TokenizeResponse { count: tokens.len(), tokens, max_model_len: model.max_model_len }))
 }

@@ -227,5 +227,16 @@ async fn the_tokenizer_comes_from_an_engine() {
     assert_eq!(world.call("POST", "/v1/chat/completions", &[], chat).await.status, 200);
     let prompt = d.last("start_generate").body["prompt"].as_array().map(Vec::len);
     assert_eq!(prompt, Some("user: hi\nassistant: ".len()));
+    let endless = "x".repeat(1 << 20);
+    for (path, body, field) in [
+        ("/v1/completions", json!({"prompt": endless}), "prompt"),
+        ("/tokenize", json!({"prompt": endless}), "prompt"),
+        ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": endless}]}), "messages"),
+    ] {
+        let refused = world.call("POST", path, &[], &body.to_string()).await;
+        let error = &refused.json()["error"];
+        assert_eq!((refused.status.as_u16(), error["param"].as_str()), (400, Some(field)), "{path}");
+        assert!(error["message"].as_str().is_some_and(|message| message.contains("bytes")), "uncut: {error}");
+    }
     world.end().await;
 }
