@@ -16,7 +16,7 @@ use tokio::time::Instant;
 
 /// How long an engine is believed to keep a page that nobody used.
 const TIME_TO_LIVE: Duration = Duration::from_secs(120);
-/// Page-on-engine entries at most: about 100 MB.
+/// Page-on-engine entries at most: about 100 MB, and as much again for the order of their insertion.
 const MAX_ENTRIES: usize = 1 << 20;
 
 /// A page on an engine.
@@ -104,7 +104,7 @@ impl PrefixIndex {
     fn prune(&mut self, now: Instant) {
         while let Some(&(at, (page, engine))) = self.order.front() {
             // Refreshed entries are in the queue several times; it is kept short too.
-            let too_many = self.num_entries > MAX_ENTRIES || self.order.len() > 4 * MAX_ENTRIES;
+            let too_many = self.num_entries > MAX_ENTRIES || self.order.len() > 2 * MAX_ENTRIES;
             if !too_many && now < at + TIME_TO_LIVE {
                 break;
             }

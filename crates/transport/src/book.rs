@@ -273,6 +273,13 @@ impl<W: Clone + fmt::Debug> GrantBook<W> {
         }
         let generation = self.generation_of[&claim];
         let revoked = self.grants[&generation].revoked;
+        if kept && range.is_empty() {
+            // A sign of life, one of many: a long transfer must not leave a trail of them.
+            self.generation_of.remove(&claim);
+            if let Some(grant) = self.grants.get_mut(&generation) {
+                grant.claims.retain(|open| open.id != claim);
+            }
+        }
         if !kept && !revoked {
             self.events.push(TransportEvent::Lost { generation, range, corrupt: !delivery.intact });
         }

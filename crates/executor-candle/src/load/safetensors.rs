@@ -253,8 +253,10 @@ struct HubConfig {
 /// `rope_scaling` of `config.json`.
 #[derive(Debug, Deserialize)]
 struct HubRopeScaling {
-    #[serde(alias = "type")]
     rope_type: Option<String>,
+    /// What `rope_type` was called before; some files have both.
+    #[serde(rename = "type")]
+    former_type: Option<String>,
     rope_theta: Option<f64>,
     factor: Option<f64>,
     low_freq_factor: Option<f64>,
@@ -356,7 +358,7 @@ fn rope_scaling(hub: Option<&HubRopeScaling>) -> Result<RopeScaling, String> {
             .filter(|value| value.is_finite() && *value > 0.0)
             .ok_or_else(|| format!("rope_scaling.{name} is missing or not positive"))
     };
-    match hub.rope_type.as_deref() {
+    match hub.rope_type.as_deref().or(hub.former_type.as_deref()) {
         None | Some("default") => Ok(RopeScaling::None),
         Some("linear") => Ok(RopeScaling::Linear { factor: positive("factor", hub.factor)? }),
         Some("llama3") => {

@@ -127,6 +127,8 @@ fn what_is_missing_or_misshapen_is_named() {
         ("rope_theta", json!(-1.0), "rotary"),
         ("rope_scaling", json!({"rope_type": "yarn", "factor": 2.0}), "rope_type yarn"),
         ("rope_scaling", json!({"rope_type": "linear"}), "rope_scaling.factor"),
+        ("rope_scaling", json!({"type": "dynamic", "rope_type": "yarn", "factor": 2.0}), "rope_type yarn"),
+        ("rope_scaling", json!({"type": "dynamic", "factor": 2.0}), "rope_type dynamic"),
         ("sliding_window", json!(64), "sliding_window 64"),
         ("attention_bias", json!(true), "attention_bias"),
         ("rms_norm_eps", json!(-1.0), "epsilon"),

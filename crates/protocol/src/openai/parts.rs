@@ -48,7 +48,14 @@ impl ResponseFormat {
     pub(crate) fn from_fields(fields: &mut Fields) -> Result<Option<Self>, ApiError> {
         let Some(mut inner) = fields.opt_object("response_format")? else { return Ok(None) };
         let kind = inner.string("type")?;
-        let schema = inner.take("json_schema").or_else(|| inner.take("schema"));
+        let schema = match (inner.take("json_schema"), inner.take("schema")) {
+            (Some(_), Some(_)) => {
+                let reason =
+                    "response_format.json_schema and response_format.schema exclude each other: give one";
+                return Err(ApiError::bad_request("response_format", reason.to_owned()));
+            }
+            (first, second) => first.or(second),
+        };
         match (kind.as_str(), schema) {
             ("text", None) => Ok(Some(Self::Text)),
             ("json_object", None) => Ok(Some(Self::JsonObject)),
