@@ -54,6 +54,20 @@ fn a_broken_connection_releases_nothing_before_the_fence() {
 }
 
 #[test]
+fn signs_of_life_leave_no_trail() {
+    let mut book = book();
+    book.grant(grant_of(1, 4)).unwrap();
+    let writing = book.claim(G, range(0, 4), 0).unwrap().claim;
+    for _ in 0..100 {
+        let sign = book.claim(G, range(0, 0), 0).unwrap().claim;
+        assert_eq!(book.finish(sign, whole(0)), Ok(()));
+    }
+    assert_eq!((book.grants[&G].claims.len(), book.generation_of.len()), (1, 1));
+    assert_eq!(book.finish(writing, whole(32)), Ok(()));
+    assert_eq!(events(&mut book), [TransportEvent::Complete { generation: G }]);
+}
+
+#[test]
 fn a_revoked_grant_waits_for_each_of_its_writers() {
     let mut book = book();
     book.grant(grant_of(1, 4)).unwrap();
