@@ -10,6 +10,9 @@ use super::Invariant;
 use super::world::{CallError, World};
 use crate::Dice;
 
+/// How long it waits for an answer; shorter than what follows the fault phase, so that no call of its own is left.
+const PATIENCE: Duration = Duration::from_secs(1);
+
 /// Calls until the fault phase ends.
 pub(crate) async fn knock(world: Arc<World>, every: Duration, mut dice: Dice) {
     let mut number = 0;
@@ -23,7 +26,7 @@ pub(crate) async fn knock(world: Arc<World>, every: Duration, mut dice: Dice) {
         let Some(call) = draw(&world, &mut dice, number) else { continue };
         let what = format!("{call:?}");
         let mut connection = world.send(engine, call);
-        let answer = tokio::time::timeout(world.options.lease * 3, connection.answer()).await;
+        let answer = tokio::time::timeout(PATIENCE, connection.answer()).await;
         match answer {
             Ok(Ok(reply)) => {
                 let detail = format!("engine {engine} answered {reply:?} to {what}");
