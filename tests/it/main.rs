@@ -9,6 +9,7 @@ mod mixed_load;
 mod operations;
 mod peer_death;
 mod python_clients;
+mod simulation;
 
 /// A file that is not listed above would silently not run.
 #[test]
