@@ -1,0 +1,336 @@
+//! An engine that computes nothing: it answers every call of a router at once, with the same few tokens.
+//!
+//! ```sh
+//! cargo run --release --example stub_engine -- --listen 127.0.0.1:8001
+//! cargo run --release --example stub_engine -- --listen 127.0.0.1:8002 --token-milliseconds 20
+//! target/release/routerd --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002
+//! ```
+//!
+//! For whoever works on a router or a program: what is left of a request's time is the router's own, which is what
+//! `cargo xtask bench router` measures, and a slow answer can be had without a model (`--token-milliseconds`).
+//! Positions are checked and the answers have the form of a real engine's, usage included. Text and sampling are canned, so
+//! parameters that choose tokens change nothing; the tokenizer is the toy model's, a byte a token.
+
+#![forbid(unsafe_code)]
+#![allow(clippy::print_stdout, reason = "examples talk on stdout")]
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context as _, Result};
+use axum::body::{Body, Bytes};
+use axum::extract::{DefaultBodyLimit, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::serve::ListenerExt as _;
+use axum::{Json, Router};
+use clap::Parser;
+use futures::StreamExt as _;
+use microserving_protocol::{
+    AbortResponse, ApiError, CompletionChoice, CompletionResponse, EngineId, FinishReason, ModelCard,
+    ModelList, PagesView, PrepRecvResponse, RemoteSendResponse, SSE_DONE, StateView, TokenId, Usage,
+    normalise_begin, normalise_prep_end, normalise_send_range, sse_event,
+};
+use microserving_text::TextBundle;
+use serde::Deserialize;
+use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
+
+const MODEL: &str = "stub";
+const MAX_CONTEXT: u32 = 1 << 17;
+const MAX_BODY_BYTES: usize = 16 << 20;
+/// What every token says, and its id in the toy vocabulary.
+const TEXT: &str = "k";
+const TOKEN: TokenId = TokenId(b'k' as u32);
+
+/// Answers the calls of a router without computing anything.
+#[derive(Debug, Parser)]
+struct Options {
+    /// Address to serve on; port 0 takes a free one.
+    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8001")]
+    listen: String,
+    /// File to write the bound address to.
+    #[arg(long, value_name = "PATH")]
+    port_file: Option<PathBuf>,
+    /// Tokens of an answer whose request does not say `max_tokens`.
+    #[arg(long, value_name = "N", default_value = "16", value_parser = clap::value_parser!(u32).range(1..))]
+    tokens: u32,
+    /// Time before each token.
+    #[arg(long, value_name = "N", default_value = "0")]
+    token_milliseconds: u64,
+}
+
+// One thread: there is nothing to compute, and the router under test needs the other cores.
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> Result<()> {
+    let options = Options::parse();
+    let listener = tokio::net::TcpListener::bind(&options.listen)
+        .await
+        .with_context(|| format!("cannot listen on {}", options.listen))?;
+    let address = listener.local_addr()?;
+    if let Some(path) = &options.port_file {
+        write_port_file(path, address)
+            .with_context(|| format!("cannot write the port file {}", path.display()))?;
+    }
+    println!("a stub engine listens on http://{address}");
+    // Tokens are small packets, and each must leave when it is written.
+    let listener = listener.tap_io(|stream| drop(stream.set_nodelay(true)));
+    axum::serve(listener, routes(Stub::new(&options, address)?)).await?;
+    Ok(())
+}
+
+/// Writes beside the file and renames, so that a reader sees all of the address or nothing.
+fn write_port_file(path: &Path, address: SocketAddr) -> std::io::Result<()> {
+    let beside = path.with_extension(std::process::id().to_string());
+    std::fs::write(&beside, format!("{address}\n"))?;
+    std::fs::rename(&beside, path)
+}
+
+fn routes(stub: Stub) -> Router {
+    Router::new()
+        .route("/health", get(|| async {}))
+        .route("/health/live", get(|| async {}))
+        .route("/health/ready", get(|| async {}))
+        .route("/v1/models", get(models))
+        .route("/v1/completions", post(generate))
+        .route("/microserving/state", get(state))
+        .route("/microserving/tokenizer", get(tokenizer))
+        .route("/microserving/prep_recv", post(prep_recv))
+        .route("/microserving/remote_send", post(remote_send))
+        .route("/microserving/start_generate", post(generate))
+        .route("/microserving/abort", post(|| async { Json(AbortResponse { aborted: false }) }))
+        .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
+        .with_state(Arc::new(stub))
+}
+
+/// What does not change from answer to answer, made once.
+struct Stub {
+    engine_id: EngineId,
+    /// Boots must differ, and this one has no secrets to keep: the time will do.
+    incarnation: String,
+    created: u64,
+    num_tokens: u32,
+    pause: Duration,
+    /// The event of a token, and that of the last one, for requests with and without token ids.
+    events: [[Bytes; 2]; 2],
+    tokenizer: Bytes,
+}
+
+impl Stub {
+    fn new(options: &Options, address: SocketAddr) -> Result<Self> {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?;
+        let created = since.as_secs();
+        let event = |ids: bool, last: bool| Bytes::from(sse_event(&chunk(created, 1, ids, last)));
+        Ok(Self {
+            engine_id: EngineId::new(format!("stub-{}", address.port())),
+            incarnation: format!("{:016x}", since.as_nanos() as u64),
+            created,
+            num_tokens: options.tokens,
+            pause: Duration::from_millis(options.token_milliseconds),
+            events: [false, true].map(|ids| [false, true].map(|last| event(ids, last))),
+            tokenizer: TextBundle::toy(MODEL).to_json().into(),
+        })
+    }
+}
+
+/// An answer of so many tokens, or the chunk of one.
+fn chunk(created: u64, num_tokens: u32, ids: bool, last: bool) -> CompletionResponse {
+    let num_tokens = num_tokens as usize;
+    let choice = CompletionChoice {
+        text: TEXT.repeat(num_tokens),
+        token_ids: ids.then(|| vec![TOKEN; num_tokens]),
+        finish_reason: last.then_some(FinishReason::Length),
+        ..CompletionChoice::default()
+    };
+    CompletionResponse::new("cmpl-stub", created, MODEL, vec![choice])
+}
+
+/// What of a request makes a difference here. The real types check and keep far more, which would be the larger part of this
+/// engine's work.
+#[derive(Deserialize)]
+struct Ask {
+    prompt: Length,
+    begin: Option<i64>,
+    end: Option<i64>,
+    commit: Option<bool>,
+    max_tokens: Option<u32>,
+    n: Option<u32>,
+    return_token_ids: Option<bool>,
+    stream: Option<bool>,
+    stream_options: Option<StreamOptions>,
+}
+
+#[derive(Default, Deserialize)]
+struct StreamOptions {
+    include_usage: Option<bool>,
+}
+
+impl Ask {
+    fn read(body: &[u8]) -> Result<Self, Refused> {
+        let ask: Self =
+            serde_json::from_slice(body).map_err(|error| ApiError::unprocessable(error.to_string()))?;
+        if ask.prompt.0 == 0 {
+            return Err(ApiError::bad_request("prompt", "prompt is empty").into());
+        }
+        Ok(ask)
+    }
+}
+
+/// The number of tokens in a prompt.
+struct Length(usize);
+
+impl<'de> Deserialize<'de> for Length {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(LengthVisitor)
+    }
+}
+
+struct LengthVisitor;
+
+impl<'de> Visitor<'de> for LengthVisitor {
+    type Value = Length;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a string or a list of token ids")
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<Length, E> {
+        Ok(Length(text.len()))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Length, A::Error> {
+        let mut num_tokens = 0;
+        while items.next_element::<IgnoredAny>()?.is_some() {
+            num_tokens += 1;
+        }
+        Ok(Length(num_tokens))
+    }
+}
+
+async fn models(State(stub): State<Arc<Stub>>) -> Json<ModelList> {
+    Json(ModelList::new(vec![ModelCard::new(MODEL, stub.created, MAX_CONTEXT)]))
+}
+
+async fn tokenizer(State(stub): State<Arc<Stub>>) -> impl IntoResponse {
+    ([(header::CONTENT_TYPE, "application/json")], stub.tokenizer.clone())
+}
+
+/// Nothing is ever held, so there is always room.
+async fn state(State(stub): State<Arc<Stub>>) -> Json<StateView> {
+    const NUM_PAGES: u32 = 1 << 16;
+    Json(StateView {
+        engine_id: stub.engine_id.clone(),
+        incarnation: stub.incarnation.clone(),
+        model: MODEL.into(),
+        max_context: MAX_CONTEXT,
+        page_size: 16,
+        layout_fingerprint: format!("{:016x}", 0),
+        pages: PagesView { free: NUM_PAGES, total: NUM_PAGES, ..PagesView::default() },
+        waiting: 0,
+        running: 0,
+        receiving: 0,
+        sending: 0,
+        queued_prefill_tokens: 0,
+        draining: false,
+        counters: Default::default(),
+    })
+}
+
+/// Matches nothing, so that everything is to be sent.
+async fn prep_recv(State(stub): State<Arc<Stub>>, body: Bytes) -> Result<Json<PrepRecvResponse>, Refused> {
+    let ask = Ask::read(&body)?;
+    let end = ask.end.ok_or_else(|| missing("end"))?;
+    let end = normalise_prep_end(end, ask.prompt.0, ask.commit.unwrap_or(false))?;
+    Ok(Json(PrepRecvResponse {
+        // Opaque to routers; nobody reads it here either.
+        kv_addr_info: if end == 0 { String::new() } else { "c3R1".repeat(64) },
+        prefix_matched_length: 0,
+        lease_seconds: Some(30.0),
+        seq_id: None,
+        engine_id: Some(stub.engine_id.clone()),
+    }))
+}
+
+async fn remote_send(body: Bytes) -> Result<Json<RemoteSendResponse>, Refused> {
+    let ask = Ask::read(&body)?;
+    let (begin, end) = (ask.begin.ok_or_else(|| missing("begin"))?, ask.end.ok_or_else(|| missing("end"))?);
+    let range = normalise_send_range(begin, end, ask.prompt.0, true)?;
+    Ok(Json(RemoteSendResponse {
+        sent_tokens: range.num_tokens(),
+        computed_tokens: range.end(),
+        ..RemoteSendResponse::default()
+    }))
+}
+
+/// `start_generate`, which has a `begin`, and OpenAI's completions, which have none.
+async fn generate(State(stub): State<Arc<Stub>>, body: Bytes) -> Result<Response, Refused> {
+    let ask = Ask::read(&body)?;
+    if let Some(begin) = ask.begin {
+        normalise_begin(begin, ask.prompt.0)?;
+    }
+    if let Some(n) = ask.n.filter(|&n| n != 1) {
+        return Err(ApiError::bad_request("n", format!("n is {n}, a stub answers one choice")).into());
+    }
+    let num_tokens = ask.max_tokens.unwrap_or(stub.num_tokens);
+    if !(1..=MAX_CONTEXT).contains(&num_tokens) {
+        let message = format!("max_tokens is {num_tokens}, must be in [1, {MAX_CONTEXT}]");
+        return Err(ApiError::bad_request("max_tokens", message).into());
+    }
+    let ids = ask.return_token_ids.unwrap_or(false);
+    let usage = Usage::new(u32::try_from(ask.prompt.0).unwrap_or(u32::MAX), num_tokens, 0);
+    if ask.stream.unwrap_or(false) {
+        let include_usage = ask.stream_options.unwrap_or_default().include_usage.unwrap_or(false);
+        return Ok(stream(&stub, num_tokens, ids, include_usage.then_some(usage)));
+    }
+    if !stub.pause.is_zero() {
+        tokio::time::sleep(stub.pause * num_tokens).await;
+    }
+    let mut whole = chunk(stub.created, num_tokens, ids, true);
+    whole.usage = Some(usage);
+    Ok(Json(whole).into_response())
+}
+
+fn stream(stub: &Stub, num_tokens: u32, ids: bool, usage: Option<Usage>) -> Response {
+    let [token, last] = stub.events[usize::from(ids)].clone();
+    let pause = stub.pause;
+    let tokens = futures::stream::iter(1..=num_tokens).then(move |number| {
+        let event = if number == num_tokens { last.clone() } else { token.clone() };
+        async move {
+            if !pause.is_zero() {
+                tokio::time::sleep(pause).await;
+            }
+            event
+        }
+    });
+    let usage = usage.map(|usage| {
+        let mut end = CompletionResponse::new("cmpl-stub", stub.created, MODEL, Vec::new());
+        end.usage = Some(usage);
+        Bytes::from(sse_event(&end))
+    });
+    let end = usage.into_iter().chain([Bytes::from_static(SSE_DONE.as_bytes())]);
+    let events = tokens.chain(futures::stream::iter(end)).map(Ok::<_, std::convert::Infallible>);
+    ([(header::CONTENT_TYPE, "text/event-stream; charset=utf-8")], Body::from_stream(events)).into_response()
+}
+
+/// An error on its way out.
+struct Refused(ApiError);
+
+impl From<ApiError> for Refused {
+    fn from(error: ApiError) -> Self {
+        Self(error)
+    }
+}
+
+impl IntoResponse for Refused {
+    fn into_response(self) -> Response {
+        let status = StatusCode::from_u16(self.0.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        (status, [(header::CONTENT_TYPE, "application/json")], self.0.to_json()).into_response()
+    }
+}
+
+fn missing(name: &str) -> Refused {
+    ApiError::unprocessable(format!("{name} is missing")).with_param(name).into()
+}
