@@ -161,6 +161,15 @@ impl Daemon {
         Ok((field("VmRSS:").context("no VmRSS")?, field("VmHWM:").context("no VmHWM")?))
     }
 
+    /// Returns the CPU time that the process has used, its own and the kernel's for it, in steps of 10 ms.
+    ///
+    /// # Errors
+    /// If the process is gone.
+    pub fn cpu_time(&self) -> Result<Duration> {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id()))?;
+        cpu_time(&stat).with_context(|| format!("unexpected process state: {stat}"))
+    }
+
     /// Returns the last 4 KiB of what the daemon printed.
     #[must_use]
     pub fn log_tail(&self) -> String {
@@ -183,6 +192,15 @@ impl Drop for Daemon {
     }
 }
 
+/// Reads `utime` and `stime`, fields 14 and 15. Fields are counted from the last parenthesis, since the name before it may hold anything.
+fn cpu_time(stat: &str) -> Option<Duration> {
+    /// Of a tick as `/proc` shows it: 100 a second on every architecture that we run on, whatever the kernel's own clock.
+    const TICK: Duration = Duration::from_millis(10);
+    let mut fields = stat.rsplit_once(')')?.1.split_whitespace().skip(11);
+    let mut ticks = || fields.next()?.parse::<u32>().ok();
+    Some(TICK * ticks()?.saturating_add(ticks()?))
+}
+
 /// Returns the folder that holds `engined` and `routerd`: `MICROSERVING_BIN_DIR`, or the one that this program was built into.
 ///
 /// # Errors
@@ -197,4 +215,17 @@ pub fn binary_dir() -> Result<PathBuf> {
         .find(|dir| dir.join("engined").is_file() && dir.join("routerd").is_file())
         .map(Path::to_path_buf)
         .context("engined and routerd are not built: run `cargo build -p microserving-engined -p microserving-routerd`, or set MICROSERVING_BIN_DIR")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cpu_time_is_read_behind_any_name() {
+        let stat = "7 (a) 1 (b) S 1 7 7 0 -1 4194560 100 0 0 0 250 50 9 9 20 0 4 0 5 1000 10";
+        assert_eq!(cpu_time(stat), Some(Duration::from_secs(3)));
+        assert_eq!(cpu_time("7 (a) S 1 7"), None);
+        assert_eq!(cpu_time(""), None);
+    }
 }

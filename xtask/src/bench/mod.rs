@@ -1,6 +1,7 @@
 //! Measurements: one table on the terminal, one JSON row a figure.
 
 mod engine;
+mod load;
 mod micro;
 mod router;
 mod row;

@@ -1,10 +1,424 @@
-//! A hop through the router.
+//! A hop through the router: the same requests to stub engines, directly and routed by each pattern, in turns.
 
-use anyhow::Result;
+mod books;
 
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use microserving_harness::Daemon;
+use serde_json::{Value, json};
+
+use books::Books;
+
+use super::engine::percentile;
+use super::load::{Load, MARK, Message, Seen};
 use super::row::Rows;
+use crate::{shell, table};
 
-/// Measures direct and routed calls over stub engines.
-pub(crate) fn run(_rows: &mut Rows) -> Result<()> {
-    anyhow::bail!("not measured yet")
+const PROMPT_BYTES: [usize; 3] = [200, 2 << 10, 16 << 10];
+const CLIENTS: [usize; 2] = [1, 32];
+const OUTPUT_TOKENS: usize = 16;
+const REPEATS: usize = 3;
+/// 36 cells, each of them so often: with starting and stopping about two minutes.
+const WARM_UP: Duration = Duration::from_millis(150);
+const MEASURED: Duration = Duration::from_millis(850);
+
+/// The way of a request to the engines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Setup {
+    Direct,
+    DataParallel,
+    PrefillDecode,
+}
+
+impl Setup {
+    const ALL: [Self; 3] = [Self::Direct, Self::DataParallel, Self::PrefillDecode];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Direct => "direct",
+            Self::DataParallel => "data_parallel",
+            Self::PrefillDecode => "prefill_decode",
+        }
+    }
+
+    /// The calls that the router makes for one request.
+    const fn calls(self) -> &'static [&'static str] {
+        match self {
+            Self::Direct => &[],
+            Self::DataParallel => &["start_generate"],
+            Self::PrefillDecode => &["prep_recv", "remote_send", "start_generate"],
+        }
+    }
+}
+
+/// What is sent, whatever way it takes.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    prompt_bytes: usize,
+    clients: usize,
+    stream: bool,
+}
+
+impl Shape {
+    fn all() -> impl Iterator<Item = Self> {
+        PROMPT_BYTES.into_iter().flat_map(|prompt_bytes| {
+            CLIENTS.into_iter().flat_map(move |clients| {
+                [false, true].into_iter().map(move |stream| Self { prompt_bytes, clients, stream })
+            })
+        })
+    }
+
+    /// Prompts differ from their first page on, so that nothing is taken from a cache and the router's index fills as in use.
+    fn body(self) -> String {
+        let words = "the quick brown fox jumps over the lazy dog ".repeat(self.prompt_bytes / 40 + 1);
+        let prompt = format!("{MARK} {}", &words[..self.prompt_bytes - MARK.len() - 1]);
+        json!({"prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": self.stream})
+            .to_string()
+    }
+
+    /// Says whether an answer is complete; looks at no more than it must, since it runs beside what is measured.
+    fn check(self, body: &[u8]) -> Result<()> {
+        let shown = || String::from_utf8_lossy(body).into_owned();
+        if self.stream {
+            ensure!(body.ends_with(b"data: [DONE]\n\n"), "the stream does not end: {}", shown());
+            let num_tokens = count(body, br#""text":"k""#);
+            ensure!(num_tokens == OUTPUT_TOKENS, "{num_tokens} tokens came: {}", shown());
+        } else {
+            let answer: Value = serde_json::from_slice(body).with_context(shown)?;
+            let num_tokens = answer.pointer("/choices/0/text").and_then(Value::as_str).map(str::len);
+            ensure!(num_tokens == Some(OUTPUT_TOKENS), "not all tokens came: {}", shown());
+        }
+        Ok(())
+    }
+}
+
+fn count(text: &[u8], part: &[u8]) -> usize {
+    text.windows(part.len()).filter(|window| *window == part).count()
+}
+
+/// Measures direct and routed calls over stub engines. An error if any request failed, after everything was shown.
+pub(crate) fn run(rows: &mut Rows) -> Result<()> {
+    let stage = Stage::start()?;
+    let mut next_number = 0;
+    let mut lines = Vec::new();
+    let (mut num_failed, mut failure) = (0, None);
+    for shape in Shape::all() {
+        for cell in stage.measure(shape, &mut next_number)? {
+            num_failed += cell.num_failed;
+            failure = failure.or_else(|| cell.failure.clone());
+            lines.push(cell.line());
+            rows.push("router", cell.row())?;
+        }
+    }
+    println!(
+        "\nrouter: {OUTPUT_TOKENS} tokens an answer, medians of {REPEATS} repeats in turns, {} cores shared by clients, router and \
+         two stub engines\n(a byte a token, so 16 KiB of text are 16384 ids on their way to an engine; with more clients than \
+         cores, times are queueing)",
+        std::thread::available_parallelism().map_or(0, usize::from)
+    );
+    let header = [
+        "setup",
+        "prompt",
+        "clients",
+        "stream",
+        "p50 us",
+        "p99 us",
+        "added p50",
+        "added p99",
+        "requests/s",
+        "of direct",
+        "router CPU us",
+        "RSS MB",
+        "failed",
+    ];
+    table::print(&header, &lines);
+    if num_failed > 0 {
+        bail!("router: {num_failed} requests failed, one of them: {}", failure.unwrap_or_default());
+    }
+    Ok(())
+}
+
+/// The processes under test.
+struct Stage {
+    router: Daemon,
+    stubs: Vec<Daemon>,
+}
+
+impl Stage {
+    /// Builds as users do, in one go, and starts everything.
+    fn start() -> Result<Self> {
+        shell::run(shell::cargo().args(["build", "--release"]).args([
+            "--package",
+            "microserving-routerd",
+            "--package",
+            "microserving-examples",
+            "--bin",
+            "routerd",
+            "--example",
+            "stub_engine",
+        ]))?;
+        let binaries = shell::target_dir().join("release");
+        let patience = Duration::from_secs(20);
+        let mut stubs = Vec::new();
+        let mut args = Vec::new();
+        for index in 0..2 {
+            let stub = Daemon::spawn(
+                &format!("stub-{index}"),
+                &binaries.join("examples/stub_engine"),
+                &[],
+                patience,
+            )?;
+            args.extend(["--engine".to_owned(), stub.url().to_owned()]);
+            stubs.push(stub);
+        }
+        args.extend(["--min-engines".to_owned(), stubs.len().to_string()]);
+        let mut router = Daemon::spawn("router", &binaries.join("routerd"), &args, patience)?;
+        router.wait_ready(patience)?;
+        Ok(Self { router, stubs })
+    }
+
+    /// Measures every setup in turns, forwards and backwards, so that none has the quiet moments for itself.
+    fn measure(&self, shape: Shape, next_number: &mut u64) -> Result<[Cell; 3]> {
+        let mut cells = Setup::ALL.map(|setup| Cell::new(setup, shape));
+        for repeat in 0..REPEATS {
+            let mut order = [0, 1, 2];
+            if repeat % 2 == 1 {
+                order.reverse();
+            }
+            let mut takes = [None, None, None];
+            for index in order {
+                takes[index] = Some(self.take(&mut cells[index], next_number)?);
+            }
+            let direct = takes[0].context("direct was measured")?;
+            for (cell, take) in cells.iter_mut().zip(takes.into_iter().flatten()) {
+                cell.add(take, direct);
+            }
+        }
+        Ok(cells)
+    }
+
+    fn take(&self, cell: &mut Cell, next_number: &mut u64) -> Result<Take> {
+        let (setup, shape) = (cell.setup, cell.shape);
+        let check = |body: &[u8]| shape.check(body);
+        let load = Load {
+            messages: self.messages(setup, shape)?,
+            warm_up: WARM_UP,
+            measured: MEASURED,
+            check: &check,
+        };
+        let before = Books::of(&self.router)?;
+        let seen = load.run(next_number);
+        let books = Books::of(&self.router)?.since(&before);
+        cell.note(&seen, &books);
+        let (now, peak) = self.router.resident_bytes()?;
+        cell.rss_bytes = now;
+        cell.peak_rss_bytes = peak;
+        Ok(Take {
+            p50: percentile(&seen.whole, 50.0),
+            p99: percentile(&seen.whole, 99.0),
+            first_p50: percentile(&seen.first, 50.0),
+            rate: seen.whole.len() as f64 / MEASURED.as_secs_f64(),
+            cpu: books.cpu.as_secs_f64() / seen.num_sent.max(1) as f64,
+        })
+    }
+
+    /// Clients of stubs go to each in turn, as the router does.
+    fn messages(&self, setup: Setup, shape: Shape) -> Result<Vec<Message>> {
+        let body = shape.body();
+        let headers: &[(&str, &str)] = match setup {
+            Setup::Direct => &[],
+            routed => &[("x-microserving-pattern", routed.name())],
+        };
+        let servers: Vec<&Daemon> = match setup {
+            Setup::Direct => self.stubs.iter().collect(),
+            _ => vec![&self.router],
+        };
+        let servers = servers.into_iter().cycle().take(shape.clients);
+        servers.map(|server| Message::post(address(server)?, "/v1/completions", headers, &body)).collect()
+    }
+}
+
+fn address(daemon: &Daemon) -> Result<SocketAddr> {
+    let url = daemon.url();
+    url.strip_prefix("http://")
+        .and_then(|rest| rest.parse().ok())
+        .with_context(|| format!("no address: {url}"))
+}
+
+/// One run of one setup.
+#[derive(Clone, Copy, Debug)]
+struct Take {
+    p50: f64,
+    p99: f64,
+    first_p50: f64,
+    rate: f64,
+    cpu: f64,
+}
+
+/// A setup with a shape, over all repeats.
+struct Cell {
+    setup: Setup,
+    shape: Shape,
+    takes: Vec<Take>,
+    /// The same repeats' direct runs.
+    direct: Vec<Take>,
+    rss_bytes: u64,
+    peak_rss_bytes: u64,
+    num_sent: u64,
+    num_failed: u64,
+    failure: Option<String>,
+}
+
+impl Cell {
+    fn new(setup: Setup, shape: Shape) -> Self {
+        Self {
+            setup,
+            shape,
+            takes: Vec::new(),
+            direct: Vec::new(),
+            rss_bytes: 0,
+            peak_rss_bytes: 0,
+            num_sent: 0,
+            num_failed: 0,
+            failure: None,
+        }
+    }
+
+    fn note(&mut self, seen: &Seen, books: &Books) {
+        self.num_sent += seen.num_sent;
+        self.num_failed += seen.num_failed;
+        let deviation = books.deviation(self.setup, seen.num_sent);
+        // Requests that failed explain calls that are missing; without any, the calls are the failure.
+        if seen.num_failed == 0 && deviation.is_some() {
+            self.num_failed += seen.num_sent;
+        }
+        let failure = seen.failure.clone().or(deviation);
+        self.failure = self.failure.take().or(failure);
+    }
+
+    fn add(&mut self, take: Take, direct: Take) {
+        self.takes.push(take);
+        self.direct.push(direct);
+    }
+
+    fn median(&self, figure: impl Fn(Take) -> f64) -> f64 {
+        percentile(&self.takes.iter().map(|&take| figure(take)).collect::<Vec<_>>(), 50.0)
+    }
+
+    /// Compares each run with the direct one of its own repeat; nothing where one of them has no answers to compare.
+    fn against_direct(&self, compare: impl Fn(Take, Take) -> f64) -> Option<Vec<f64>> {
+        if self.setup == Setup::Direct {
+            return None;
+        }
+        let pairs = self.takes.iter().zip(&self.direct);
+        let pairs = pairs.filter(|(take, direct)| take.rate > 0.0 && direct.rate > 0.0);
+        let compared: Vec<f64> = pairs.map(|(&take, &direct)| compare(take, direct)).collect();
+        (!compared.is_empty()).then_some(compared)
+    }
+
+    fn added_p50(&self) -> Option<Vec<f64>> {
+        self.against_direct(|take, direct| take.p50 - direct.p50)
+    }
+
+    fn added_p99(&self) -> Option<Vec<f64>> {
+        self.against_direct(|take, direct| take.p99 - direct.p99)
+    }
+
+    fn ratio(&self) -> Option<Vec<f64>> {
+        self.against_direct(|take, direct| take.rate / direct.rate)
+    }
+
+    fn routed<T>(&self, value: T) -> Option<T> {
+        (self.setup != Setup::Direct).then_some(value)
+    }
+
+    fn line(&self) -> Vec<String> {
+        let micros = |seconds: f64| format!("{:.0}", seconds * 1e6);
+        let middle = |values: Option<Vec<f64>>| values.map(|values| percentile(&values, 50.0));
+        let or_nothing = |text: Option<String>| text.unwrap_or_else(|| "-".into());
+        vec![
+            self.setup.name().to_owned(),
+            bytes(self.shape.prompt_bytes),
+            self.shape.clients.to_string(),
+            if self.shape.stream { "yes" } else { "no" }.to_owned(),
+            micros(self.median(|take| take.p50)),
+            micros(self.median(|take| take.p99)),
+            or_nothing(middle(self.added_p50()).map(micros)),
+            or_nothing(middle(self.added_p99()).map(micros)),
+            format!("{:.0}", self.median(|take| take.rate)),
+            or_nothing(middle(self.ratio()).map(|ratio| format!("{ratio:.2}"))),
+            or_nothing(self.routed(micros(self.median(|take| take.cpu)))),
+            or_nothing(self.routed(format!("{:.0}", self.rss_bytes as f64 / 1e6))),
+            self.num_failed.to_string(),
+        ]
+    }
+
+    /// The single repeats go with the medians of what is compared, so that a reader sees how far they can be trusted.
+    fn row(&self) -> Value {
+        let compared = |values: Option<Vec<f64>>| {
+            values.map(|values| json!({"median": percentile(&values, 50.0), "repeats": values}))
+        };
+        json!({
+            "setup": self.setup.name(), "prompt_bytes": self.shape.prompt_bytes, "clients": self.shape.clients,
+            "stream": self.shape.stream, "output_tokens": OUTPUT_TOKENS,
+            "p50_seconds": self.median(|take| take.p50), "p99_seconds": self.median(|take| take.p99),
+            "first_byte_p50_seconds": self.median(|take| take.first_p50),
+            "requests_per_second": self.median(|take| take.rate),
+            "added_p50_seconds": compared(self.added_p50()), "added_p99_seconds": compared(self.added_p99()),
+            "ratio_to_direct": compared(self.ratio()),
+            "router_cpu_seconds_per_request": self.routed(self.median(|take| take.cpu)),
+            "router_rss_bytes": self.routed(self.rss_bytes),
+            "router_peak_rss_bytes": self.routed(self.peak_rss_bytes),
+            "requests": self.num_sent, "failed": self.num_failed, "failure": self.failure,
+        })
+    }
+}
+
+fn bytes(count: usize) -> String {
+    if count.is_multiple_of(1 << 10) { format!("{} KiB", count >> 10) } else { format!("{count} B") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHAPE: Shape = Shape { prompt_bytes: 200, clients: 1, stream: true };
+
+    #[test]
+    fn prompts_have_the_bytes_they_say() {
+        for shape in Shape::all() {
+            let body: Value = serde_json::from_str(&shape.body()).expect("JSON");
+            assert_eq!(body["prompt"].as_str().map(str::len), Some(shape.prompt_bytes));
+        }
+    }
+
+    #[test]
+    fn incomplete_answers_are_failures() {
+        let token = "data: {\"choices\":[{\"text\":\"k\"}]}\n\n";
+        let stream = |num_tokens: usize| format!("{}data: [DONE]\n\n", token.repeat(num_tokens));
+        assert!(SHAPE.check(stream(16).as_bytes()).is_ok());
+        assert!(SHAPE.check(stream(15).as_bytes()).is_err());
+        assert!(SHAPE.check(token.repeat(16).as_bytes()).is_err());
+        let whole = Shape { stream: false, ..SHAPE };
+        let answer = |text: &str| json!({"choices": [{"text": text}]}).to_string();
+        assert!(whole.check(answer(&"k".repeat(16)).as_bytes()).is_ok());
+        assert!(whole.check(answer("k").as_bytes()).is_err());
+        assert!(whole.check(b"{}").is_err());
+        assert!(whole.check(stream(16).as_bytes()).is_err());
+    }
+
+    #[test]
+    fn runs_are_compared_within_their_repeat_and_only_where_both_have_answers() {
+        let take = |p50: f64, rate: f64| Take { p50, p99: p50, first_p50: p50, rate, cpu: 0.0 };
+        let mut cell = Cell::new(Setup::DataParallel, SHAPE);
+        cell.add(take(0.5, 10.0), take(0.25, 40.0));
+        cell.add(take(0.0, 0.0), take(0.25, 40.0));
+        cell.add(take(0.5, 10.0), take(0.0, 0.0));
+        assert_eq!((cell.added_p50(), cell.ratio()), (Some(vec![0.25]), Some(vec![0.25])));
+        cell.takes.remove(0);
+        cell.direct.remove(0);
+        assert_eq!((cell.added_p50(), cell.added_p99(), cell.ratio()), (None, None, None));
+    }
 }
