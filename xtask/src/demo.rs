@@ -170,7 +170,8 @@ fn row(name: &str, answer: &Timed, equal: bool) -> Vec<String> {
     let millis = |duration: Duration| format!("{:.1}", duration.as_secs_f64() * 1e3);
     let count = |key: &str| answer.stats.get(key).and_then(Value::as_u64);
     let number = |key: &str| count(key).map_or_else(|| "?".into(), |count| count.to_string());
-    let moved = count("sent_bytes").map_or_else(|| "?".into(), |bytes| format!("{:.2} MB", bytes as f64 / 1e6));
+    let moved =
+        count("sent_bytes").map_or_else(|| "?".into(), |bytes| format!("{:.2} MB", bytes as f64 / 1e6));
     vec![
         name.to_owned(),
         if equal { "yes" } else { "NO" }.to_owned(),
