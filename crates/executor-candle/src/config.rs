@@ -14,7 +14,7 @@ use crate::KernelLevel;
 pub struct CandleConfig {
     /// A GGUF file, or a directory with `config.json` and safetensors files.
     pub path: PathBuf,
-    /// The name to serve the model under; `None` takes the path's last part without its extension.
+    /// The name to serve the model under; `None` takes the directory's name, or the file's without its extension.
     pub model: Option<String>,
     /// The form that weights are kept in.
     pub dtype: WeightDtype,

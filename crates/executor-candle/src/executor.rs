@@ -1,5 +1,6 @@
 //! The executor contract over the walk.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use microserving_executor::{Batch, Executor, ExecutorError, ExecutorInfo, StepOutput};
@@ -44,7 +45,8 @@ impl CandleExecutor {
         let kernels = Kernels::new(level).ok_or_else(|| ExecutorError::Device {
             reason: format!("kernel_level: this machine lacks the instructions of {level}"),
         })?;
-        let mut source: Box<dyn TensorSource> = match ModelFormat::of(&config.path)? {
+        let format = ModelFormat::of(&config.path)?;
+        let mut source: Box<dyn TensorSource> = match format {
             ModelFormat::Gguf => Box::new(GgufSource::open(&config.path)?),
             ModelFormat::Safetensors => Box::new(SafetensorsSource::open(&config.path)?),
         };
@@ -77,10 +79,8 @@ impl CandleExecutor {
             tp_rank: 0,
             tp_size: 1,
         };
-        let stem = || config.path.file_stem().map(|stem| stem.to_string_lossy().into_owned());
-        let model = config.model.clone().or_else(stem);
         let info = ExecutorInfo {
-            model: model.unwrap_or_else(|| shape.architecture.name().to_owned()),
+            model: config.model.clone().unwrap_or_else(|| name_of(&config.path, format)),
             layout,
             vocab_size: shape.vocab_size as u32,
             max_context,
@@ -165,6 +165,17 @@ impl Executor for CandleExecutor {
         sampled.resize(batch.items.len(), None);
         Ok(StepOutput { sampled, modelled: None })
     }
+}
+
+/// Names a model by its path: a file without its extension, a directory as it is, since `Qwen3-0.6B` has no extension.
+fn name_of(path: &Path, format: ModelFormat) -> String {
+    // `.` has a name only once it is resolved.
+    let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let name = match format {
+        ModelFormat::Gguf => path.file_stem(),
+        ModelFormat::Safetensors => path.file_name(),
+    };
+    name.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
 }
 
 /// Checks the batch against the contract, so that the walk can rely on it. `written` is scratch: the pages that it writes.

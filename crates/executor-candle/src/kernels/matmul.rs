@@ -173,8 +173,8 @@ impl Kernels {
             }
             _ => unreachable!("rows are prepared for the matrix they meet"),
         };
-        // A multiple of the tallest kernel, so that only the last block leaves a remainder.
-        let step = (ROW_BLOCK_BYTES / row_bytes / 12).max(1) * 12;
+        // A multiple of the tallest kernels, so that only the last block leaves a remainder.
+        let step = (ROW_BLOCK_BYTES / row_bytes / 24).max(1) * 24;
         let mut begin = 0;
         while begin < num_rows {
             let block = begin..(begin + step).min(num_rows);

@@ -80,7 +80,7 @@ fn auto_follows_the_file() {
 #[test]
 fn info_tells_what_was_loaded() {
     let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("A-Model");
+    let path = directory.path().join("A-Model-0.6B");
     tiny("qwen3").write_directory(&path, DType::BF16, 1);
     std::fs::write(path.join("generation_config.json"), r#"{"eos_token_id": [5, 2]}"#).unwrap();
     assert_eq!(ModelFormat::of(&path).unwrap(), ModelFormat::Safetensors);
@@ -91,7 +91,7 @@ fn info_tells_what_was_loaded() {
     let mut steps = Vec::new();
     let executor = CandleExecutor::load(&config, &mut |progress| steps.push(progress)).unwrap();
     let info = executor.info();
-    assert_eq!(info.model, "A-Model");
+    assert_eq!(info.model, "A-Model-0.6B");
     assert_eq!(info.vocab_size, 85);
     assert_eq!(info.max_context, 100);
     assert_eq!(info.eos_tokens, [TokenId(5), TokenId(2)]);
