@@ -92,6 +92,7 @@ mod tests {
             peer: vec![1],
             range: KvRange::new(0, 4).expect("ordered"),
             pages: vec![PageId(3)],
+            prompt_digest: 9,
         }
     }
 

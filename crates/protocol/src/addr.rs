@@ -11,10 +11,13 @@
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use prost::Message;
+use sha2::{Digest as _, Sha256};
 
 use std::time::Duration;
 
-use crate::{Attempt, ClusterKey, EngineId, Generation, Incarnation, KvLayout, KvRange, PageId, SeqId};
+use crate::{
+    Attempt, ClusterKey, EngineId, Generation, Incarnation, KvLayout, KvRange, PageId, SeqId, TokenId,
+};
 
 /// The version that this crate writes and reads.
 const VERSION: u32 = 1;
@@ -55,6 +58,19 @@ pub struct KvAddrInfo {
     pub range: KvRange,
     /// The receiver's pages that hold `range`, in order; the first holds position `range.begin()`.
     pub pages: Vec<PageId>,
+    /// [`prompt_digest`] of the tokens `[0, end)`: KV of anything else has no place here.
+    pub prompt_digest: u64,
+}
+
+/// Returns a digest of the tokens whose KV an address is for, so that a sender with another prompt is refused before it writes.
+#[must_use]
+pub fn prompt_digest(tokens: &[TokenId]) -> u64 {
+    let mut hash = Sha256::new();
+    for token in tokens {
+        hash.update(token.0.to_le_bytes());
+    }
+    let digest = hash.finalize();
+    u64::from_le_bytes(digest[..8].try_into().expect("a SHA-256 digest has 32 bytes"))
 }
 
 /// Why an address cannot be used.
@@ -158,6 +174,7 @@ impl KvAddrInfo {
             matched: self.range.begin(),
             end: self.range.end(),
             page_runs: code_runs(&self.pages),
+            prompt_digest: self.prompt_digest,
         }
     }
 
@@ -184,6 +201,7 @@ impl KvAddrInfo {
             peer: wire.peer,
             range,
             pages: decode_runs(&wire.page_runs, wire.num_pages)?,
+            prompt_digest: wire.prompt_digest,
         })
     }
 }
@@ -305,6 +323,8 @@ struct WireAddr {
     end: u32,
     #[prost(uint64, repeated, tag = "14")]
     page_runs: Vec<u64>,
+    #[prost(fixed64, tag = "16")]
+    prompt_digest: u64,
 }
 
 #[cfg(test)]
@@ -342,6 +362,7 @@ mod tests {
             peer: vec![0, 255, 7],
             range: KvRange::new(16, 100).expect("ordered"),
             pages: [5, 6, 7, 40, 3, 2].map(PageId).to_vec(),
+            prompt_digest: prompt_digest(&[TokenId(1), TokenId(2)]),
         }
     }
 

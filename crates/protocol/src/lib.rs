@@ -41,7 +41,7 @@ mod range;
 mod sampling;
 mod sse;
 
-pub use addr::{AddrError, KvAddrInfo, addr_from_text, addr_to_text};
+pub use addr::{AddrError, KvAddrInfo, addr_from_text, addr_to_text, prompt_digest};
 pub use cluster_key::{ClusterKey, ShortKey};
 pub use error::ApiError;
 pub use ids::{Attempt, EngineId, Generation, Incarnation, LayerId, PageId, PeId, SeqId, TokenId};

@@ -6,7 +6,7 @@
 //! ```
 
 use microserving_kvcache::{KvError, Reservation, lifecycle};
-use microserving_protocol::{KvAddrInfo, KvRange};
+use microserving_protocol::{KvAddrInfo, KvRange, TokenId, prompt_digest};
 use microserving_transport::{Grant, grant_runs};
 
 use super::check_bound;
@@ -119,7 +119,7 @@ impl Engine {
         let address = match generation {
             // No peer will know of these pages.
             None => None,
-            Some(_) => match self.grant(&reservation, range, &key) {
+            Some(_) => match self.grant(&reservation, range, &key, &call.prompt) {
                 Ok(address) => Some(address),
                 Err(error) => {
                     // Nobody was told of it.
@@ -176,6 +176,7 @@ impl Engine {
         reservation: &Reservation,
         range: KvRange,
         key: &CallKey,
+        prompt: &[TokenId],
     ) -> Result<Vec<u8>, EngineError> {
         let generation = reservation.generation();
         let first_page = range.begin() / self.geometry.layout.page_size;
@@ -201,6 +202,7 @@ impl Engine {
             peer: peer.bytes,
             range,
             pages: pages.to_vec(),
+            prompt_digest: prompt_digest(&prompt[..range.end() as usize]),
         };
         Ok(address.encode(&self.entropy.cluster_key))
     }

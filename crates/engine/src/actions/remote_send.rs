@@ -8,7 +8,7 @@
 
 use std::sync::Arc;
 
-use microserving_protocol::{AddrError, KvAddrInfo, KvRange, LayerId};
+use microserving_protocol::{AddrError, KvAddrInfo, KvRange, LayerId, prompt_digest};
 use microserving_transport::{Claim, PeerAddress, Refusal, TransportError};
 
 use super::check_bound;
@@ -52,6 +52,10 @@ impl Engine {
         let given = address.range;
         check_bound("begin", begin, given.begin() <= begin, &format!("in the address's {given}"))?;
         check_bound("end", end, end <= given.end(), &format!("in the address's {given}"))?;
+        let covered = call.prompt.get(..given.end() as usize);
+        if covered.is_none_or(|tokens| prompt_digest(tokens) != address.prompt_digest) {
+            return Err(EngineError::Conflict { seq_id: key.seq_id, field: "prompt" });
+        }
         let body = body_hash(&(&call.prompt, &call.kv_addr_info, &call.options.cache_salt));
         match self.calls.find(&key)? {
             Found::Nothing => {}

@@ -1,5 +1,6 @@
 //! The same call twice, an older or a newer attempt, and an abort that comes first.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use microserving_engine::{Abort, Call, CallOptions, EngineError, GenerateEvent, Reply, StartGenerate};
@@ -62,6 +63,25 @@ fn remote_send_again_joins_the_job_or_gets_its_answer() {
     assert_eq!(rig.engines[0].counters().prefill_tokens, 99, "it was computed once");
     let other = rig.send(0, send(key("a"), &prompt_of(100, 1), (0, 99), &address));
     assert!(matches!(other, Err(EngineError::Conflict { .. })));
+    rig.abort(1, &key("a"));
+    rig.assert_idle();
+}
+
+#[test]
+fn a_sender_with_another_prompt_is_refused_before_it_writes() {
+    let mut rig = Rig::new(2);
+    let address = rig.prep(1, prep(key("a"), &prompt(100), 96)).expect("prepared").kv_addr_info.expect("one");
+    let mut other = prompt(100).to_vec();
+    other[0] = TokenId(other[0].0 ^ 1);
+    let short: Arc<[TokenId]> = prompt(100)[..50].into();
+    for (wrong, end) in [(Arc::from(other), 96), (short, 49)] {
+        let error = rig.send(0, send(key("a"), &wrong, (0, end), &address)).expect_err("another prompt");
+        assert!(matches!(error, EngineError::Conflict { field: "prompt", .. }), "{error:?}");
+    }
+    // What comes after the reserved range is the sender's own affair.
+    let mut tail = prompt(100).to_vec();
+    tail[98] = TokenId(tail[98].0 ^ 1);
+    rig.send(0, send(key("a"), &Arc::from(tail), (0, 96), &address)).expect("the same first 96 tokens");
     rig.abort(1, &key("a"));
     rig.assert_idle();
 }
