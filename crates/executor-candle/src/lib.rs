@@ -14,18 +14,17 @@
 //!
 //! # Why not candle's own products
 //!
-//! A request must get the same tokens from every engine, whatever shares its batch, however its prompt was cut, wherever
-//! its pages lie: orchestration patterns are compared, switched and resumed on that promise. Stock matrix products choose
-//! a kernel, and with it an order of additions, by the number of rows, and attention over a growing tensor moves its tiles
-//! with the chunk. Here each output element is one accumulator running over `k` in one order in every kernel of a level,
-//! attention's tiles sit at absolute positions, and K and V are read back from the cache as a later step would find them. The
-//! price is that results are equal only within one numeric mode, form and level, which is why
-//! [`KvLayout::numeric_mode`](microserving_protocol::KvLayout::numeric_mode) names both. The gain beside it is speed: weights that are already
-//! in the kernel's order stream at memory speed, and quantised types for which candle has only scalar products run at the
-//! rate of 8-bit ones. Bringing a Q4_1 file to
-//! `q8_0` rather than to `f32` makes it 3.6 times as fast in decoding and 2.3 times in prefill (SmolLM2-135M, one thread of a
-//! Zen 4 shared with other work, by time on the core: 176 against 48, and 998 against 437 tokens a second), for a quarter of the
-//! memory.
+//! A request must get the same tokens from every engine, whatever shares its batch, however its prompt was cut,
+//! wherever its pages lie: orchestration patterns are compared, switched and resumed on that promise. Stock matrix
+//! products choose a kernel, and with it an order of additions, by the number of rows, and attention over a growing
+//! tensor moves its tiles with the chunk. Here each output element is one accumulator running over `k` in one order in
+//! every kernel of a level, attention's tiles sit at absolute positions, and K and V are read back from the cache as a
+//! later step would find them. The price is that results are equal only within one numeric mode, form and level, which
+//! is why [`KvLayout::numeric_mode`](microserving_protocol::KvLayout::numeric_mode) names both. The gain beside it is
+//! speed: weights that are already in the kernel's order stream at memory speed, and quantised types for which candle
+//! has only scalar products run at the rate of 8-bit ones. Bringing a Q4_1 file to `q8_0` rather than to `f32` makes it
+//! 3.6 times as fast in decoding and 2.3 times in prefill (SmolLM2-135M, one thread of a Zen 4 shared with other work,
+//! by time on the core: 176 against 48, and 998 against 437 tokens a second), for a quarter of the memory.
 //!
 //! # Example
 //!

@@ -29,7 +29,7 @@ pub(crate) async fn open(
     request: &Request,
     call: &CallContext,
 ) -> Result<Opened, Error> {
-    let mut attempts = Attempts::new(shared, call);
+    let mut attempts = Attempts::new(shared, request, call);
     loop {
         let ctx = attempts.next();
         match in_time(call, first_chunk(program, &ctx, request)).await {
@@ -47,7 +47,7 @@ pub(crate) async fn collect(
     call: &CallContext,
     mut on_chunk: impl FnMut(),
 ) -> Result<(CompletionResponse, StatsCell), Error> {
-    let mut attempts = Attempts::new(shared, call);
+    let mut attempts = Attempts::new(shared, request, call);
     loop {
         let ctx = attempts.next();
         match in_time(call, whole(program, &ctx, request, &mut on_chunk)).await {
@@ -97,6 +97,7 @@ pub(crate) async fn in_time<T>(
 
 struct Attempts<'a> {
     shared: &'a Shared,
+    request: &'a Request,
     call: &'a CallContext,
     made: u32,
     troubles: Troubles,
@@ -104,8 +105,8 @@ struct Attempts<'a> {
 }
 
 impl<'a> Attempts<'a> {
-    fn new(shared: &'a Shared, call: &'a CallContext) -> Self {
-        Self { shared, call, made: 0, troubles: Troubles::default(), last: None }
+    fn new(shared: &'a Shared, request: &'a Request, call: &'a CallContext) -> Self {
+        Self { shared, request, call, made: 0, troubles: Troubles::default(), last: None }
     }
 
     fn next(&mut self) -> Ctx {
@@ -129,7 +130,14 @@ impl<'a> Attempts<'a> {
         if self.made >= MAX_ATTEMPTS || !error.is_worth_another_attempt() {
             return Err(error);
         }
-        warn!(attempt = self.made, reason = error.reason(), error = %describe(&error), "trying again");
+        warn!(
+            request_id = self.call.request_id.as_deref(),
+            seq_id = %self.request.seq_id(),
+            attempt = self.made,
+            reason = error.reason(),
+            error = %describe(&error),
+            "trying again"
+        );
         self.shared.metrics.retry(error.reason());
         self.last = Some(error);
         Ok(())

@@ -59,10 +59,12 @@ macro_rules! pairs {
 /// The choice between them for weights of floating point.
 macro_rules! streamed {
     ($rows:expr, $tiles:expr, |$i:ident, $t:ident| $kernel:ident $args:tt) => {
-        match $rows.len() {
-            ..=STREAM_ROWS => singles!($rows, $tiles, 0, |$i, $t| $kernel $args, [3, 2, 1]),
-            ..=SINGLE_ROWS => singles!($rows, $tiles, AHEAD, |$i, $t| $kernel $args, [8, 6, 4, 2, 1]),
-            _ => pairs!($rows, $tiles, AHEAD, |$i, $t| $kernel $args, [12, 8, 4, 2, 1]),
+        if $rows.len() <= STREAM_ROWS {
+            singles!($rows, $tiles, 0, |$i, $t| $kernel $args, [3, 2, 1]);
+        } else if $rows.len() <= SINGLE_ROWS {
+            singles!($rows, $tiles, AHEAD, |$i, $t| $kernel $args, [8, 6, 4, 2, 1]);
+        } else {
+            pairs!($rows, $tiles, AHEAD, |$i, $t| $kernel $args, [12, 8, 4, 2, 1]);
         }
     };
 }
@@ -106,12 +108,12 @@ pub(super) unsafe fn matmul(
         }
         (MatrixRef::Q8 { quants, scales, k }, RowsRef::Q8 { quants: a, scales: d, corrections }) => {
             let q8 = Q8 { quants, scales, k, a, d, corrections };
-            match range.len() {
-                ..=STREAM_ROWS => singles!(range, tiles, 0, |i, t| q8_block(&q8, i, t, out), [3, 2, 1]),
-                ..MANY_ROWS => {
-                    singles!(range, tiles, AHEAD, |i, t| q8_block(&q8, i, t, out), [12, 8, 6, 4, 3, 2, 1]);
-                }
-                _ => singles!(range, tiles, AHEAD, |i, t| q8_block(&q8, i, t, out), [8, 6, 4, 3, 2, 1]),
+            if range.len() <= STREAM_ROWS {
+                singles!(range, tiles, 0, |i, t| q8_block(&q8, i, t, out), [3, 2, 1]);
+            } else if range.len() < MANY_ROWS {
+                singles!(range, tiles, AHEAD, |i, t| q8_block(&q8, i, t, out), [12, 8, 6, 4, 3, 2, 1]);
+            } else {
+                singles!(range, tiles, AHEAD, |i, t| q8_block(&q8, i, t, out), [8, 6, 4, 3, 2, 1]);
             }
         }
         _ => unreachable!("rows are prepared for the matrix they meet"),
