@@ -6,15 +6,18 @@ use std::pin::Pin;
 use async_trait::async_trait;
 use futures::Stream;
 use microserving_protocol::{
-    AbortRequest, AbortResponse, CommitRequest, CommitResponse, CompletionRequest, CompletionResponse,
-    ModelList, PrepRecvRequest, PrepRecvResponse, RemoteSendRequest, RemoteSendResponse,
-    StartGenerateRequest, StateView,
+    AbortRequest, AbortResponse, ApiError, CommitRequest, CommitResponse, CompletionRequest,
+    CompletionResponse, KvEvent, ModelList, PrepRecvRequest, PrepRecvResponse, RemoteSendRequest,
+    RemoteSendResponse, StartGenerateRequest, StateView,
 };
 
 use crate::{CallContext, ClientError};
 
 /// The chunks of a completion. Ends after the last chunk, or with one error; dropping it cancels the generation.
 pub type ChunkStream = Pin<Box<dyn Stream<Item = Result<CompletionResponse, ClientError>> + Send>>;
+
+/// The changes of an engine's context cache. Ends with an error when the engine drains or is gone; dropping it ends the following.
+pub type KvEventStream = Pin<Box<dyn Stream<Item = Result<KvEvent, ClientError>> + Send>>;
 
 /// The calls of one engine.
 ///
@@ -70,4 +73,14 @@ pub trait EngineCalls: Send + Sync + fmt::Debug {
 
     /// Returns the engine's tokenizer and chat template, in the text crate's form. Changes nothing.
     async fn tokenizer(&self, cx: &CallContext) -> Result<serde_json::Value, ClientError>;
+
+    /// Follows the changes of the engine's context cache from number `from` on. Changes nothing.
+    ///
+    /// A snapshot comes first if `from` is 0 or some of the changes asked for are gone. By default an engine has no such events, and says
+    /// so by 404.
+    async fn kv_events(&self, cx: &CallContext, from: u64) -> Result<KvEventStream, ClientError> {
+        let _ = (cx, from);
+        let error = ApiError::new(404, format!("{} does not tell what its context cache holds", self.name()));
+        Err(ClientError::Refused { engine: self.name().to_owned(), error: Box::new(error) })
+    }
 }

@@ -21,7 +21,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::stream::EventStream;
-use crate::{BadUrl, CallContext, ChunkStream, ClientError, EngineCalls};
+use crate::{BadUrl, CallContext, ChunkStream, ClientError, EngineCalls, KvEventStream};
 
 /// Answers larger than this are refused; the largest is a tokenizer of some tens of megabytes.
 const MAX_BODY_BYTES: usize = 256 << 20;
@@ -162,14 +162,9 @@ impl HttpEngineClient {
     ) -> Result<ChunkStream, ClientError> {
         let body = self.encode(body)?;
         let answer = self.send(cx, Method::POST, path, Some(body)).await?;
-        let content_type = answer
-            .headers()
-            .get(header::CONTENT_TYPE)
-            .and_then(|value| value.to_str().ok())
-            .unwrap_or_default();
-        if content_type.starts_with("text/event-stream") {
+        if is_event_stream(&answer) {
             let events = EventStream::new(self.base.clone(), cx.deadline, answer.into_body());
-            return Ok(Box::pin(events.into_chunks()));
+            return Ok(Box::pin(events.into_events()));
         }
         let body = self.body(cx, answer).await?;
         let whole: CompletionResponse =
@@ -262,6 +257,23 @@ impl EngineCalls for HttpEngineClient {
     async fn tokenizer(&self, cx: &CallContext) -> Result<serde_json::Value, ClientError> {
         self.get(cx, "/microserving/tokenizer").await
     }
+
+    async fn kv_events(&self, cx: &CallContext, from: u64) -> Result<KvEventStream, ClientError> {
+        let path = format!("/microserving/kv_events?from={from}");
+        let answer = self.send(cx, Method::GET, &path, None).await?;
+        if !is_event_stream(&answer) {
+            return Err(self.malformed(format!("{path}: not a stream of events")));
+        }
+        let events = EventStream::new(self.base.clone(), cx.deadline, answer.into_body());
+        Ok(Box::pin(events.into_events()))
+    }
+}
+
+fn is_event_stream(answer: &Response<Incoming>) -> bool {
+    let content_type = answer.headers().get(header::CONTENT_TYPE);
+    content_type
+        .and_then(|value| value.to_str().ok())
+        .is_some_and(|value| value.starts_with("text/event-stream"))
 }
 
 fn retry_after(headers: &HeaderMap) -> Option<Duration> {

@@ -39,7 +39,7 @@ mod error;
 mod http;
 mod stream;
 
-pub use calls::{ChunkStream, EngineCalls};
+pub use calls::{ChunkStream, EngineCalls, KvEventStream};
 pub use context::CallContext;
 pub use error::{BadUrl, ClientError};
 pub use http::HttpEngineClient;

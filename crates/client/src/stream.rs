@@ -1,44 +1,54 @@
-//! Reading a stream of chunks off a body.
+//! Reading a stream of events off a body.
 
 use std::collections::VecDeque;
+use std::marker::PhantomData;
 
 use futures::Stream;
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
-use microserving_protocol::{ApiError, CompletionResponse, SseEvent, SseParser};
+use microserving_protocol::{ApiError, SseEvent, SseParser};
+use serde::de::DeserializeOwned;
 use tokio::time::Instant;
 
 use crate::ClientError;
 use crate::http::chain;
 
-/// A body that is being cut into events. Dropping it before its end closes the connection.
-pub(crate) struct EventStream {
+/// A body that is being cut into events of one type. Dropping it before its end closes the connection.
+pub(crate) struct EventStream<T> {
     engine: String,
     deadline: Option<Instant>,
     body: Incoming,
     parser: SseParser,
     pending: VecDeque<SseEvent>,
+    events: PhantomData<fn() -> T>,
 }
 
-impl EventStream {
+impl<T: DeserializeOwned + Send> EventStream<T> {
     pub(crate) fn new(engine: String, deadline: Option<Instant>, body: Incoming) -> Self {
-        Self { engine, deadline, body, parser: SseParser::new(), pending: VecDeque::new() }
+        Self {
+            engine,
+            deadline,
+            body,
+            parser: SseParser::new(),
+            pending: VecDeque::new(),
+            events: PhantomData,
+        }
     }
 
-    /// Returns the chunks; the first error is the last item.
-    pub(crate) fn into_chunks(self) -> impl Stream<Item = Result<CompletionResponse, ClientError>> + Send {
+    /// Returns the events; the first error is the last item.
+    pub(crate) fn into_events(self) -> impl Stream<Item = Result<T, ClientError>> + Send {
         futures::stream::unfold(Some(self), |state| async move {
             let mut events = state?;
-            match events.next_chunk().await {
-                Ok(Some(chunk)) => Some((Ok(chunk), Some(events))),
+            match events.next_event().await {
+                Ok(Some(event)) => Some((Ok(event), Some(events))),
                 Ok(None) => None,
                 Err(error) => Some((Err(error), None)),
             }
         })
     }
 
-    /// Returns the next chunk, or nothing after `[DONE]`. Only `[DONE]` is a proper end.
-    async fn next_chunk(&mut self) -> Result<Option<CompletionResponse>, ClientError> {
+    /// Returns the next event, or nothing after `[DONE]`. Only `[DONE]` is a proper end.
+    async fn next_event(&mut self) -> Result<Option<T>, ClientError> {
         loop {
             match self.pending.pop_front() {
                 Some(SseEvent::Done) => {
@@ -83,14 +93,14 @@ impl EventStream {
         let _ = tokio::time::timeout(std::time::Duration::from_millis(50), rest).await;
     }
 
-    fn parse(&self, data: &str) -> Result<CompletionResponse, ClientError> {
+    fn parse(&self, data: &str) -> Result<T, ClientError> {
         let value: serde_json::Value = serde_json::from_str(data)
-            .map_err(|error| self.malformed(format!("a chunk is no JSON: {error}")))?;
+            .map_err(|error| self.malformed(format!("an event is no JSON: {error}")))?;
         if let Some(error) = ApiError::from_value(500, &value) {
             return Err(ClientError::Refused { engine: self.engine.clone(), error: Box::new(error) });
         }
         serde_json::from_value(value)
-            .map_err(|error| self.malformed(format!("a chunk is malformed: {error}")))
+            .map_err(|error| self.malformed(format!("an event is malformed: {error}")))
     }
 
     fn lost(&self, reason: String) -> ClientError {

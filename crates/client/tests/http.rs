@@ -12,8 +12,8 @@ use axum::routing::{get, post};
 use futures::{StreamExt, stream};
 use microserving_client::{CallContext, ClientError, EngineCalls, HttpEngineClient};
 use microserving_protocol::{
-    AbortRequest, CallOptions, CompletionRequest, PrepRecvRequest, Prompt, SeqId, StartGenerateRequest,
-    TokenId,
+    AbortRequest, CallOptions, CompletionRequest, KvEvent, KvEventKind, PrepRecvRequest, Prompt, SeqId,
+    StartGenerateRequest, TokenId,
 };
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot};
@@ -249,6 +249,40 @@ async fn malformed_answers() {
     let abort = AbortRequest::new(SeqId::from("k"));
     assert!(matches!(engine.abort(&cx, &abort).await, Err(ClientError::Malformed { .. })));
     let error = engine.state(&cx).await.expect_err("no such path");
+    assert_eq!(error.to_api_error().status, 404);
+}
+
+#[tokio::test]
+async fn cache_events_are_followed_until_the_engine_lets_go() {
+    let app = Router::new().route(
+        "/microserving/kv_events",
+        get(|query: axum::extract::RawQuery| async move {
+            assert_eq!(query.0.as_deref(), Some("from=7"));
+            events(vec![
+                r#"data: {"incarnation":"00000000000000ab","number":7,"type":"stored","pages":["000000"#,
+                "\"]}\n\ndata: {\"incarnation\":\"00000000000000ab\",\"number\":8,\"type\":\"cleared\"}\n\n",
+                "data: {\"error\":{\"message\":\"drains\",\"type\":\"x\",\"code\":\"draining\",\"status\":503}}\n\n",
+            ])
+        }),
+    );
+    let server = serve(app).await;
+    let engine = HttpEngineClient::new(&server.url).expect("a URL");
+    let followed = engine.kv_events(&CallContext::default(), 7).await.expect("begins");
+    let followed: Vec<_> = followed.collect().await;
+    let event = |number, kind| KvEvent { incarnation: "00000000000000ab".into(), number, kind };
+    assert_eq!(followed[0], Ok(event(7, KvEventKind::Stored { pages: vec!["000000".into()] })));
+    assert_eq!(followed[1], Ok(event(8, KvEventKind::Cleared)));
+    assert!(
+        matches!(&followed[2], Err(ClientError::Refused { error, .. }) if error.status == 503),
+        "{followed:?}"
+    );
+    assert_eq!(followed.len(), 3);
+
+    let nothing = serve(Router::new()).await;
+    let engine = HttpEngineClient::new(&nothing.url).expect("a URL");
+    let Err(error) = engine.kv_events(&CallContext::default(), 0).await else {
+        panic!("there are no events")
+    };
     assert_eq!(error.to_api_error().status, 404);
 }
 
