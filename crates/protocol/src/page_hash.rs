@@ -27,12 +27,21 @@ impl PageHash {
     /// Returns the name of the page that holds `tokens` behind this one.
     #[must_use]
     pub fn child(self, tokens: &[TokenId]) -> Self {
-        let mut bytes = Vec::with_capacity(16 + 4 * tokens.len());
-        bytes.extend_from_slice(&self.0.to_le_bytes());
-        for token in tokens {
-            bytes.extend_from_slice(&token.0.to_le_bytes());
+        let len = 16 + 4 * tokens.len();
+        // Pages of usual sizes need no allocation, of which a router would make one for each page of each prompt.
+        let (mut few, mut many) = ([0; 16 + 4 * 64], Vec::new());
+        let bytes = if len <= few.len() {
+            &mut few[..len]
+        } else {
+            many.resize(len, 0);
+            &mut many[..]
+        };
+        let (context, page) = bytes.split_at_mut(16);
+        context.copy_from_slice(&self.0.to_le_bytes());
+        for (bytes, token) in page.chunks_exact_mut(4).zip(tokens) {
+            bytes.copy_from_slice(&token.0.to_le_bytes());
         }
-        Self(xxh3_128(&bytes))
+        Self(xxh3_128(bytes))
     }
 }
 
@@ -110,5 +119,12 @@ mod tests {
         // Routers and engines of different builds must agree: a change here is a change of the wire.
         let hash = PageHash::root("tenant").child(&tokens(&[1, 2, 3, 4]));
         expect_test::expect!["92962c230b2df3ee6da8374cf1a8e2c6"].assert_eq(&hash.to_string());
+        // Small and large pages are hashed as the same bytes.
+        for len in [0_u32, 1, 63, 64, 65, 300] {
+            let page: Vec<_> = (0..len).map(TokenId).collect();
+            let mut bytes = hash.0.to_le_bytes().to_vec();
+            page.iter().for_each(|token| bytes.extend_from_slice(&token.0.to_le_bytes()));
+            assert_eq!(hash.child(&page), PageHash(xxh3_128(&bytes)), "{len} tokens");
+        }
     }
 }
