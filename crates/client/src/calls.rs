@@ -71,6 +71,11 @@ pub trait EngineCalls: Send + Sync + fmt::Debug {
     /// Says whether the engine takes requests now. Changes nothing.
     async fn ready(&self, cx: &CallContext) -> Result<(), ClientError>;
 
+    /// Returns the engine's profile in the cost crate's form; none if it was not calibrated. Changes nothing.
+    async fn profile(&self, _cx: &CallContext) -> Result<Option<serde_json::Value>, ClientError> {
+        Ok(None)
+    }
+
     /// Returns the engine's tokenizer and chat template, in the text crate's form. Changes nothing.
     async fn tokenizer(&self, cx: &CallContext) -> Result<serde_json::Value, ClientError>;
 

@@ -254,6 +254,14 @@ impl EngineCalls for HttpEngineClient {
         self.body(cx, answer).await.map(|_| ())
     }
 
+    async fn profile(&self, cx: &CallContext) -> Result<Option<serde_json::Value>, ClientError> {
+        match self.get(cx, "/microserving/profile").await {
+            Ok(profile) => Ok(Some(profile)),
+            Err(ClientError::Refused { error, .. }) if error.status == 404 => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
     async fn tokenizer(&self, cx: &CallContext) -> Result<serde_json::Value, ClientError> {
         self.get(cx, "/microserving/tokenizer").await
     }

@@ -62,6 +62,6 @@ mod toy;
 
 pub use constraint::{ConstraintError, TokenConstraint, TokenMask};
 pub use contract::{Batch, BatchItem, Executor, ExecutorError, ExecutorInfo, Sampled, StepOutput};
-pub use roofline::{Chunk, DeviceRates, HardwareProfile, ModelShape, RooflineExecutor, StepShape};
+pub use roofline::RooflineExecutor;
 pub use sampler::{SampleError, Sampler};
 pub use toy::{ToyConfig, ToyExecutor};

@@ -4,13 +4,11 @@
 //! [`StepOutput::modelled`]. In real time it is a stand-in engine for work on the router, in virtual time it is the heart of
 //! a simulator.
 
-mod profile;
-
 use std::sync::Arc;
 
+use microserving_cost::{Chunk, HardwareProfile, StepShape};
 use microserving_protocol::{KvGeometry, KvMemory, LayerId};
 
-pub use self::profile::{Chunk, DeviceRates, HardwareProfile, ModelShape, StepShape};
 use crate::{Batch, Executor, ExecutorError, ExecutorInfo, StepOutput, ToyConfig, ToyExecutor};
 
 /// The toy executor with durations from a [`HardwareProfile`].
@@ -50,9 +48,22 @@ impl Executor for RooflineExecutor {
         batch: &mut Batch<'_>,
         on_layer: &mut dyn FnMut(LayerId),
     ) -> Result<StepOutput, ExecutorError> {
-        let shape = StepShape::of(batch);
+        let shape = shape_of(batch);
         let mut output = self.toy.forward(batch, on_layer)?;
         output.modelled = Some(self.profile.step_time(&shape));
         Ok(output)
     }
+}
+
+/// Reads the shape off a batch: a single token that is sampled from, behind some context, is a decode.
+fn shape_of(batch: &Batch<'_>) -> StepShape {
+    let mut shape = StepShape::default();
+    for item in &batch.items {
+        if item.tokens.len() == 1 && item.position > 0 && item.sampler.is_some() {
+            shape.decodes.push(item.position);
+        } else {
+            shape.prefills.push(Chunk { num_tokens: item.tokens.len() as u32, context: item.position });
+        }
+    }
+    shape
 }

@@ -106,6 +106,7 @@ struct Attempts<'a> {
 
 impl<'a> Attempts<'a> {
     fn new(shared: &'a Shared, request: &'a Request, call: &'a CallContext) -> Self {
+        shared.traffic.arrive();
         Self { shared, request, call, made: 0, troubles: Troubles::default(), last: None }
     }
 

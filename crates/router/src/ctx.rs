@@ -9,6 +9,7 @@ use microserving_protocol::{Attempt, CallOptions};
 use crate::abort::AbortQueue;
 use crate::engine::InFlight;
 use crate::placement::{Choice, Job};
+use crate::predict::Traffic;
 use crate::stats::StatsCell;
 use crate::{Cluster, Engine, Error, Metrics, Placement, Request, Seat};
 
@@ -18,6 +19,7 @@ pub(crate) struct Shared {
     pub(crate) cluster: Arc<Cluster>,
     pub(crate) placement: Arc<Placement>,
     pub(crate) metrics: Arc<Metrics>,
+    pub(crate) traffic: Arc<Traffic>,
     pub(crate) aborts: AbortQueue,
 }
 
@@ -92,6 +94,13 @@ impl Ctx {
     #[must_use]
     pub fn seat(&self, engine: &Arc<Engine>, request: &Request) -> Seat {
         self.sit(Choice { engine: engine.clone(), hinted: 0 }, request.len())
+    }
+
+    /// Returns the requests a second that arrive at this router, where serving one takes so long: the measure of a prior that early
+    /// arrivals cannot overturn.
+    #[must_use]
+    pub fn arrivals_per_second(&self, service_seconds: f64) -> f64 {
+        self.shared.traffic.per_second(service_seconds)
     }
 
     /// Returns the engines.

@@ -6,6 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use microserving_client::EngineCalls;
 use microserving_protocol::{ModelCard, StateView};
 use tokio::sync::Notify;
+use tokio::time::Instant;
+
+use crate::Outlook;
+use crate::predict::{Costs, ProfileSource};
 
 /// What an engine is used for. Any engine can do everything; a role is the operator's wish.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -82,6 +86,8 @@ pub struct Engine {
     requests: AtomicU32,
     queued_tokens: AtomicU64,
     seen: Mutex<Seen>,
+    /// What it takes to compute there.
+    pub(crate) costs: Costs,
     /// Wakes the watcher, so that a failed call is followed by a look at once.
     pub(crate) look: Notify,
 }
@@ -104,6 +110,7 @@ impl Engine {
             requests: AtomicU32::new(0),
             queued_tokens: AtomicU64::new(0),
             seen: Mutex::new(Seen::default()),
+            costs: Costs::default(),
             look: Notify::new(),
         }
     }
@@ -185,6 +192,18 @@ impl Engine {
         self.queued_tokens.load(Ordering::Relaxed)
     }
 
+    /// Returns what it takes and has to do now, for predictions.
+    #[must_use]
+    pub fn outlook(&self) -> Outlook {
+        self.costs.outlook(Instant::now(), self.load().queued_tokens)
+    }
+
+    /// Returns where the profile came from that its outlook rests on.
+    #[must_use]
+    pub fn profile_source(&self) -> ProfileSource {
+        self.costs.source()
+    }
+
     /// Says whether it serves `model`; none is any.
     #[must_use]
     pub fn serves(&self, model: Option<&str>) -> bool {
@@ -257,6 +276,8 @@ impl Engine {
 pub(crate) struct InFlight {
     engine: Arc<Engine>,
     tokens: u64,
+    /// The prompt's length, once its first token is there.
+    decoding: Option<u32>,
 }
 
 impl InFlight {
@@ -264,7 +285,7 @@ impl InFlight {
     pub(crate) fn new(engine: Arc<Engine>, tokens: u32) -> Self {
         engine.requests.fetch_add(1, Ordering::Relaxed);
         engine.queued_tokens.fetch_add(u64::from(tokens), Ordering::Relaxed);
-        Self { engine, tokens: tokens.into() }
+        Self { engine, tokens: tokens.into(), decoding: None }
     }
 
     pub(crate) fn engine(&self) -> &Arc<Engine> {
@@ -278,11 +299,28 @@ impl InFlight {
         self.engine.queued_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
         self.tokens = tokens;
     }
+
+    /// Returns how many prompt tokens of others wait there.
+    pub(crate) fn queued_before(&self) -> u64 {
+        self.engine.load().queued_tokens.saturating_sub(self.tokens)
+    }
+
+    /// Notes that its prompt of so many tokens is computed and that it decodes from now on.
+    pub(crate) fn begin_decoding(&mut self, prompt: u32) {
+        self.set_tokens(0);
+        if self.decoding.is_none() {
+            self.decoding = Some(prompt);
+            self.engine.costs.begin_decoding(prompt);
+        }
+    }
 }
 
 impl Drop for InFlight {
     fn drop(&mut self) {
         self.engine.requests.fetch_sub(1, Ordering::Relaxed);
         self.engine.queued_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
+        if let Some(prompt) = self.decoding {
+            self.engine.costs.end_decoding(prompt);
+        }
     }
 }

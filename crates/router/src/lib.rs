@@ -7,6 +7,7 @@
 //! - [`RouterService`] serves clients: it tokenises once, runs the program, tries again on other engines until the first token, and
 //!   answers in OpenAI's words ([`RouterService::http`]).
 //! - [`Cluster`] knows the engines, their health and load; [`Placement`] chooses among them.
+//! - [`Outlook`] is what an engine takes and has to do at one moment, from which [`Prediction`]s come.
 //!
 //! # A seat is a guard
 //!
@@ -61,6 +62,7 @@ mod ids;
 mod metrics;
 mod pattern;
 mod placement;
+mod predict;
 mod prefix;
 mod program;
 mod programs;
@@ -80,6 +82,7 @@ pub use ids::Randomness;
 pub use metrics::Metrics;
 pub use pattern::{BadPattern, Pattern, Patterns};
 pub use placement::{Placement, PlacementPolicy};
+pub use predict::{Outlook, Prediction, ProfileSource};
 pub use prefix::{HeldPrefix, PrefixIndex};
 pub use program::{Program, TokenStream};
 pub use programs::{Balanced, DataParallel, PrefillDecode};

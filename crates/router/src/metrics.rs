@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use microserving_client::ClientError;
+use microserving_cost::Phase;
 use microserving_protocol::{ServingStats, Usage};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
@@ -53,6 +54,12 @@ struct PhaseLabel {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct PredictionLabels {
+    engine: String,
+    phase: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct EngineLabel {
     engine: String,
 }
@@ -78,6 +85,7 @@ pub struct Metrics {
     pub(crate) pattern_changes: Counter,
     engine_ready: Family<EngineLabel, Gauge>,
     engine_in_flight: Family<EngineLabel, Gauge>,
+    prediction_ratio: Family<PredictionLabels, Gauge<f64, AtomicU64>>,
 }
 
 impl Default for Metrics {
@@ -154,6 +162,12 @@ impl Metrics {
             "This router's requests on an engine",
             engine_in_flight.clone(),
         );
+        let prediction_ratio = Family::default();
+        registry.register(
+            "prediction_ratio",
+            "What phases took lately on an engine, over what its profile says",
+            prediction_ratio.clone(),
+        );
         Self {
             registry,
             requests,
@@ -171,6 +185,7 @@ impl Metrics {
             pattern_changes,
             engine_ready,
             engine_in_flight,
+            prediction_ratio,
         }
     }
 
@@ -234,6 +249,11 @@ impl Metrics {
             let ready = i64::from(engine.health() == Health::Ready);
             self.engine_ready.get_or_create(&label).set(ready);
             self.engine_in_flight.get_or_create(&label).set(engine.in_flight().into());
+            let outlook = engine.outlook();
+            for phase in Phase::ALL {
+                let labels = PredictionLabels { engine: engine.name().to_owned(), phase: phase.name() };
+                self.prediction_ratio.get_or_create(&labels).set(outlook.correction(phase));
+            }
         }
         let mut text = String::new();
         if encode(&mut text, &self.registry).is_err() {

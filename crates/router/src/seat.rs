@@ -11,6 +11,7 @@ use tracing::debug;
 use crate::abort::Abort;
 use crate::ctx::Trouble;
 use crate::engine::InFlight;
+use crate::predict::{PrefillTimer, StreamTimer};
 use crate::stream::Generating;
 use crate::{Ctx, Engine, Error, Request, TokenStream};
 
@@ -24,6 +25,8 @@ pub struct Seat {
     in_flight: InFlight,
     /// The sequence to abort: set before a call that leaves something behind, cleared when that is over.
     begun: Option<AbortRequest>,
+    /// Where a reservation ends, and this engine's own computing begins.
+    prepared: Option<u32>,
 }
 
 /// A reservation on the receiving engine.
@@ -39,7 +42,7 @@ pub struct Prepared {
 
 impl Seat {
     pub(crate) const fn new(ctx: Ctx, in_flight: InFlight) -> Self {
-        Self { ctx, in_flight, begun: None }
+        Self { ctx, in_flight, begun: None, prepared: None }
     }
 
     /// Returns the engine.
@@ -82,6 +85,7 @@ impl Seat {
         }
         // Until the rest arrives, what this engine has to compute itself is what lies behind the transfer.
         self.in_flight.set_tokens(request.len().saturating_sub(end));
+        self.prepared = Some(end);
         self.ctx.stats.matched(answer.prefix_matched_length);
         Ok(Prepared {
             matched: answer.prefix_matched_length,
@@ -111,10 +115,12 @@ impl Seat {
             recv_rank: receiver.recv_rank,
         };
         self.begin(request);
+        let mut timer = PrefillTimer::start(&self.in_flight);
         let answer = self.engine().clone().calls().remote_send(&self.ctx.call, &body).await;
         let answer = self.judge("remote_send", answer)?;
         self.end();
         self.in_flight.set_tokens(0);
+        timer.tell_sent(self.engine(), &answer);
         self.ctx.shared.placement.note(self.engine(), request, end);
         self.ctx.stats.sent(self.engine().name(), &answer);
         Ok(answer)
@@ -134,10 +140,12 @@ impl Seat {
         };
         self.begin(request);
         self.ctx.stats.decode_engine(self.engine().name());
+        let timer = PrefillTimer::start(&self.in_flight);
         let chunks = self.engine().clone().calls().start_generate(&self.ctx.call, &body).await;
         let chunks = self.judge("start_generate", chunks)?;
         self.ctx.shared.placement.note(self.engine(), request, request.len());
-        Ok(TokenStream::new(Generating::new(chunks, self)))
+        let timer = StreamTimer::new(timer, self.prepared, request.len(), request.params().n == 1);
+        Ok(TokenStream::new(Generating::new(chunks, self, timer)))
     }
 
     /// Asks the engine to keep what it received in its context cache: the end of a context migration.
@@ -196,9 +204,9 @@ impl Seat {
         self.begun = None;
     }
 
-    /// The prompt is computed.
-    pub(crate) fn note_first_token(&mut self) {
-        self.in_flight.set_tokens(0);
+    /// The prompt of so many tokens is computed.
+    pub(crate) fn note_first_token(&mut self, prompt: u32) {
+        self.in_flight.begin_decoding(prompt);
     }
 
     pub(crate) fn note_failed(&self) {

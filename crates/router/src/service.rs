@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use microserving_client::CallContext;
+use microserving_cost::Profile;
 use microserving_protocol::{ApiError, ModelCard};
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
@@ -12,6 +13,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::abort::{Abort, AbortQueue, send_aborts};
 use crate::ctx::Shared;
+use crate::predict::Traffic;
 use crate::prompt::Codecs;
 use crate::watch::watch;
 use crate::{
@@ -36,6 +38,8 @@ pub struct RouterConfig {
     pub max_in_flight: usize,
     /// The tokenizer of all models; without one, each model's own is fetched from an engine.
     pub codec: Option<Arc<dyn PromptCodec>>,
+    /// What engines take that do not tell; without it a neutral guess is corrected by what they are seen to take.
+    pub profile: Option<Arc<Profile>>,
     /// Where names and seeds come from.
     pub randomness: Randomness,
 }
@@ -52,6 +56,7 @@ impl RouterConfig {
             request_timeout: Duration::from_secs(600),
             max_in_flight: 4096,
             codec: None,
+            profile: None,
             randomness: Randomness::system(),
         }
     }
@@ -97,6 +102,7 @@ impl RouterService {
             cluster: Arc::new(Cluster::new(config.engines)),
             placement: Arc::new(Placement::new(config.placement)),
             metrics,
+            traffic: Arc::new(Traffic::new(config.profile)),
             aborts,
         };
         let tasks = start_tasks(&shared, queue);
@@ -182,7 +188,7 @@ fn start_tasks(shared: &Shared, queue: mpsc::Receiver<Abort>) -> RouterTasks {
     let stop = CancellationToken::new();
     let mut tasks = JoinSet::new();
     for engine in shared.cluster.engines() {
-        tasks.spawn(watch(engine.clone(), shared.placement.clone(), stop.clone()));
+        tasks.spawn(watch(engine.clone(), shared.placement.clone(), shared.traffic.clone(), stop.clone()));
     }
     tasks.spawn(send_aborts(queue, stop.clone()));
     RouterTasks { stop, tasks }

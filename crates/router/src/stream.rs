@@ -7,6 +7,7 @@ use futures::Stream;
 use microserving_client::ChunkStream;
 use microserving_protocol::{CompletionResponse, FinishReason};
 
+use crate::predict::StreamTimer;
 use crate::{Error, Seat};
 
 /// The chunks of an engine. Holds the seat until the answer is complete.
@@ -14,13 +15,14 @@ pub(crate) struct Generating {
     chunks: ChunkStream,
     /// Gone once the stream has ended.
     seat: Option<Seat>,
+    timer: StreamTimer,
     begun: bool,
     finished: bool,
 }
 
 impl Generating {
-    pub(crate) const fn new(chunks: ChunkStream, seat: Seat) -> Self {
-        Self { chunks, seat: Some(seat), begun: false, finished: false }
+    pub(crate) const fn new(chunks: ChunkStream, seat: Seat, timer: StreamTimer) -> Self {
+        Self { chunks, seat: Some(seat), timer, begun: false, finished: false }
     }
 
     fn take(&mut self, chunk: CompletionResponse) -> Result<CompletionResponse, Error> {
@@ -31,7 +33,13 @@ impl Generating {
         }
         if !self.begun {
             self.begun = true;
-            seat.note_first_token();
+            seat.note_first_token(self.timer.prompt());
+        }
+        self.timer.chunk(seat.engine());
+        if let Some(usage) = &chunk.usage
+            && chunk.choices.is_empty()
+        {
+            self.timer.usage(seat.engine(), usage);
         }
         self.finished |= chunk.choices.iter().any(|choice| choice.finish_reason.is_some());
         Ok(chunk)
@@ -46,7 +54,10 @@ impl Stream for Generating {
             return Poll::Ready(None);
         }
         let item = match self.chunks.as_mut().poll_next(cx) {
-            Poll::Pending => return Poll::Pending,
+            Poll::Pending => {
+                self.timer.waits();
+                return Poll::Pending;
+            }
             Poll::Ready(item) => item,
         };
         let item = match item {

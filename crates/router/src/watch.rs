@@ -4,12 +4,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use microserving_client::{CallContext, ClientError};
+use microserving_cost::Profile;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use crate::attempts::describe;
 use crate::placement::Placement;
-use crate::{Engine, Health};
+use crate::predict::Traffic;
+use crate::{Engine, Health, ProfileSource};
 
 /// Between two looks at an engine.
 const INTERVAL: Duration = Duration::from_millis(250);
@@ -19,10 +22,15 @@ const PATIENCE: Duration = Duration::from_secs(1);
 const REPORTS: Duration = Duration::from_millis(500);
 
 /// Watches one engine until told to stop.
-pub(crate) async fn watch(engine: Arc<Engine>, placement: Arc<Placement>, stop: CancellationToken) {
+pub(crate) async fn watch(
+    engine: Arc<Engine>,
+    placement: Arc<Placement>,
+    traffic: Arc<Traffic>,
+    stop: CancellationToken,
+) {
     let mut last_report: Option<Instant> = None;
     loop {
-        let look = look(&engine, &placement, &mut last_report);
+        let look = look(&engine, &placement, &traffic, &mut last_report);
         tokio::select! {
             () = stop.cancelled() => return,
             () = look => {}
@@ -35,7 +43,7 @@ pub(crate) async fn watch(engine: Arc<Engine>, placement: Arc<Placement>, stop: 
     }
 }
 
-async fn look(engine: &Engine, placement: &Placement, last_report: &mut Option<Instant>) {
+async fn look(engine: &Engine, placement: &Placement, traffic: &Traffic, last_report: &mut Option<Instant>) {
     let cx = CallContext::within(PATIENCE);
     let health = match engine.calls().ready(&cx).await {
         Ok(()) => Health::Ready,
@@ -46,6 +54,9 @@ async fn look(engine: &Engine, placement: &Placement, last_report: &mut Option<I
         let due = last_report.is_none_or(|at| at.elapsed() >= REPORTS);
         if (due || engine.health() != Health::Ready) && report(engine, placement, &cx).await {
             *last_report = Some(Instant::now());
+        }
+        if engine.health() != Health::Ready {
+            fetch_profile(engine, traffic, &cx).await;
         }
         if engine.models().is_empty() {
             // Without its models nobody can know what to send there.
@@ -60,6 +71,29 @@ async fn look(engine: &Engine, placement: &Placement, last_report: &mut Option<I
             Health::Down => warn!(engine = engine.name(), "engine is down"),
         }
     }
+}
+
+/// Fetches what the engine says it takes. An engine may have been calibrated since it was ready last.
+async fn fetch_profile(engine: &Engine, traffic: &Traffic, cx: &CallContext) {
+    let profile = match engine.calls().profile(cx).await {
+        Ok(None) => None,
+        Ok(Some(value)) => match Profile::from_json(value.to_string().as_bytes()) {
+            Ok(profile) => Some(Arc::new(profile)),
+            Err(error) => {
+                warn!(engine = engine.name(), error = %describe(&error), "engine has a profile that cannot be used");
+                None
+            }
+        },
+        Err(error) => {
+            warn!(engine = engine.name(), %error, "engine does not tell its profile");
+            None
+        }
+    };
+    let (profile, source) = match profile {
+        Some(profile) => (Some(profile), ProfileSource::Engine),
+        None => (traffic.fallback().cloned(), ProfileSource::Router),
+    };
+    engine.costs.set_profile(profile, source);
 }
 
 /// Fetches what the engine tells of itself; says whether it did.

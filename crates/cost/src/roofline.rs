@@ -3,8 +3,6 @@
 
 use std::time::Duration;
 
-use crate::Batch;
-
 /// One run of new tokens behind a context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chunk {
@@ -24,20 +22,6 @@ pub struct StepShape {
 }
 
 impl StepShape {
-    /// Reads the shape off a batch: a single token that is sampled from, behind some context, is a decode.
-    #[must_use]
-    pub fn of(batch: &Batch<'_>) -> Self {
-        let mut shape = Self::default();
-        for item in &batch.items {
-            if item.tokens.len() == 1 && item.position > 0 && item.sampler.is_some() {
-                shape.decodes.push(item.position);
-            } else {
-                shape.prefills.push(Chunk { num_tokens: item.tokens.len() as u32, context: item.position });
-            }
-        }
-        shape
-    }
-
     /// Returns new tokens over all chunks and decodes.
     #[must_use]
     pub fn num_tokens(&self) -> u64 {
