@@ -4,6 +4,7 @@ use std::fmt;
 use std::pin::Pin;
 
 use async_trait::async_trait;
+use bytes::Bytes;
 use futures::Stream;
 use microserving_protocol::{
     AbortRequest, AbortResponse, ApiError, CommitRequest, CommitResponse, CompletionRequest,
@@ -11,7 +12,7 @@ use microserving_protocol::{
     RemoteSendResponse, StartGenerateRequest, StateView,
 };
 
-use crate::{CallContext, ClientError};
+use crate::{CallContext, ClientError, Door, Relayed};
 
 /// The chunks of a completion. Ends after the last chunk, or with one error; dropping it cancels the generation.
 pub type ChunkStream = Pin<Box<dyn Stream<Item = Result<CompletionResponse, ClientError>> + Send>>;
@@ -87,5 +88,17 @@ pub trait EngineCalls: Send + Sync + fmt::Debug {
         let _ = (cx, from);
         let error = ApiError::new(404, format!("{} does not tell what its context cache holds", self.name()));
         Err(ClientError::Refused { engine: self.name().to_owned(), error: Box::new(error) })
+    }
+
+    /// Passes a client's body to the engine's door of the same name, and returns the answer as the engine wrote it for the client;
+    /// nothing if the engine does not know of relaying. The parts of `body` follow each other.
+    async fn relay(
+        &self,
+        cx: &CallContext,
+        door: Door,
+        body: &[Bytes],
+    ) -> Result<Option<Relayed>, ClientError> {
+        let _ = (cx, door, body);
+        Ok(None)
     }
 }

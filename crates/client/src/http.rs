@@ -1,17 +1,14 @@
 //! The calls over HTTP/1.1 and JSON.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream;
 use http::{HeaderMap, HeaderValue, Method, Request, Response, Uri, header};
-use http_body_util::{BodyExt, Full, Limited};
-use hyper::body::Incoming;
-use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::{TokioExecutor, TokioTimer};
+use http_body_util::{BodyExt, Limited};
 use microserving_protocol::{
     AbortRequest, AbortResponse, ApiError, CommitRequest, CommitResponse, CompletionRequest,
     CompletionResponse, ModelList, PrepRecvRequest, PrepRecvResponse, RemoteSendRequest, RemoteSendResponse,
@@ -20,21 +17,20 @@ use microserving_protocol::{
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::connection::Body;
+use crate::pool::Pool;
+use crate::relay::{Door, Relayed};
 use crate::stream::EventStream;
 use crate::{BadUrl, CallContext, ChunkStream, ClientError, EngineCalls, KvEventStream};
 
 /// Answers larger than this are refused; the largest is a tokenizer of some tens of megabytes.
 const MAX_BODY_BYTES: usize = 256 << 20;
-/// How long a connection may take to be made; a host that is down does not say so.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long an unused connection is kept.
-const POOL_IDLE: Duration = Duration::from_secs(30);
 
 /// An engine reached over HTTP. Cheap to clone; clones share their connections.
 #[derive(Clone)]
 pub struct HttpEngineClient {
-    base: String,
-    client: Client<HttpConnector, Full<Bytes>>,
+    pub(crate) base: String,
+    pub(crate) pool: Arc<Pool>,
 }
 
 impl fmt::Debug for HttpEngineClient {
@@ -61,14 +57,8 @@ impl HttpEngineClient {
         if uri.query().is_some() {
             return Err(bad("must have no query".into()));
         }
-        let mut connector = HttpConnector::new();
-        connector.set_nodelay(true);
-        connector.set_connect_timeout(Some(CONNECT_TIMEOUT));
-        let client = Client::builder(TokioExecutor::new())
-            .pool_timer(TokioTimer::new())
-            .pool_idle_timeout(POOL_IDLE)
-            .build(connector);
-        Ok(Self { base: base.to_owned(), client })
+        let pool = Pool::new(base).ok_or_else(|| bad("has no host".into()))?;
+        Ok(Self { base: base.to_owned(), pool: Arc::new(pool) })
     }
 
     fn request(
@@ -77,7 +67,7 @@ impl HttpEngineClient {
         method: Method,
         path: &str,
         body: Option<Vec<u8>>,
-    ) -> Result<Request<Full<Bytes>>, ClientError> {
+    ) -> Result<Request<Bytes>, ClientError> {
         let mut builder = Request::builder().method(method).uri(format!("{}{path}", self.base));
         if body.is_some() {
             builder = builder.header(header::CONTENT_TYPE, "application/json");
@@ -92,7 +82,7 @@ impl HttpEngineClient {
             builder = builder.header("x-microserving-stats", "1");
         }
         builder
-            .body(Full::new(Bytes::from(body.unwrap_or_default())))
+            .body(Bytes::from(body.unwrap_or_default()))
             .map_err(|error| self.malformed(format!("the request cannot be written: {error}")))
     }
 
@@ -103,10 +93,10 @@ impl HttpEngineClient {
         method: Method,
         path: &str,
         body: Option<Vec<u8>>,
-    ) -> Result<Response<Incoming>, ClientError> {
+    ) -> Result<Response<Body>, ClientError> {
         let request = self.request(cx, method, path, body)?;
         let answer = self
-            .in_time(cx, self.client.request(request))
+            .in_time(cx, self.pool.send(request))
             .await?
             .map_err(|error| ClientError::Unreachable { engine: self.base.clone(), reason: chain(&error) })?;
         if answer.status().is_success() {
@@ -120,7 +110,7 @@ impl HttpEngineClient {
         Err(ClientError::Refused { engine: self.base.clone(), error: Box::new(error) })
     }
 
-    async fn body(&self, cx: &CallContext, answer: Response<Incoming>) -> Result<Bytes, ClientError> {
+    async fn body(&self, cx: &CallContext, answer: Response<Body>) -> Result<Bytes, ClientError> {
         let body = Limited::new(answer.into_body(), MAX_BODY_BYTES).collect();
         match self.in_time(cx, body).await? {
             Ok(body) => Ok(body.to_bytes()),
@@ -172,7 +162,7 @@ impl HttpEngineClient {
         Ok(Box::pin(stream::once(async move { Ok(whole) })))
     }
 
-    async fn in_time<F: Future>(&self, cx: &CallContext, call: F) -> Result<F::Output, ClientError> {
+    pub(crate) async fn in_time<F: Future>(&self, cx: &CallContext, call: F) -> Result<F::Output, ClientError> {
         match cx.deadline {
             None => Ok(call.await),
             Some(deadline) => tokio::time::timeout_at(deadline, call)
@@ -186,11 +176,11 @@ impl HttpEngineClient {
             .map_err(|error| self.malformed(format!("the request cannot be written: {error}")))
     }
 
-    fn malformed(&self, reason: String) -> ClientError {
+    pub(crate) fn malformed(&self, reason: String) -> ClientError {
         ClientError::Malformed { engine: self.base.clone(), reason }
     }
 
-    fn lost(&self, reason: String) -> ClientError {
+    pub(crate) fn lost(&self, reason: String) -> ClientError {
         ClientError::Lost { engine: self.base.clone(), reason }
     }
 }
@@ -275,16 +265,25 @@ impl EngineCalls for HttpEngineClient {
         let events = EventStream::new(self.base.clone(), cx.deadline, answer.into_body());
         Ok(Box::pin(events.into_events()))
     }
+
+    async fn relay(
+        &self,
+        cx: &CallContext,
+        door: Door,
+        body: &[Bytes],
+    ) -> Result<Option<Relayed>, ClientError> {
+        self.pass_on(cx, door, body).await
+    }
 }
 
-fn is_event_stream(answer: &Response<Incoming>) -> bool {
+fn is_event_stream(answer: &Response<Body>) -> bool {
     let content_type = answer.headers().get(header::CONTENT_TYPE);
     content_type
         .and_then(|value| value.to_str().ok())
         .is_some_and(|value| value.starts_with("text/event-stream"))
 }
 
-fn retry_after(headers: &HeaderMap) -> Option<Duration> {
+pub(crate) fn retry_after(headers: &HeaderMap) -> Option<Duration> {
     headers.get(header::RETRY_AFTER)?.to_str().ok()?.trim().parse().ok().map(Duration::from_secs)
 }
 

@@ -34,12 +34,16 @@
 //! ```
 
 mod calls;
+mod connection;
 mod context;
 mod error;
 mod http;
+mod pool;
+mod relay;
 mod stream;
 
 pub use calls::{ChunkStream, EngineCalls, KvEventStream};
 pub use context::CallContext;
 pub use error::{BadUrl, ClientError};
 pub use http::HttpEngineClient;
+pub use relay::{Door, RelayStream, Relayed, relayed_fault};

@@ -5,26 +5,26 @@ use std::marker::PhantomData;
 
 use futures::Stream;
 use http_body_util::BodyExt;
-use hyper::body::Incoming;
 use microserving_protocol::{ApiError, SseEvent, SseParser};
 use serde::de::DeserializeOwned;
 use tokio::time::Instant;
 
 use crate::ClientError;
+use crate::connection::Body;
 use crate::http::chain;
 
 /// A body that is being cut into events of one type. Dropping it before its end closes the connection.
 pub(crate) struct EventStream<T> {
     engine: String,
     deadline: Option<Instant>,
-    body: Incoming,
+    body: Body,
     parser: SseParser,
     pending: VecDeque<SseEvent>,
     events: PhantomData<fn() -> T>,
 }
 
 impl<T: DeserializeOwned + Send> EventStream<T> {
-    pub(crate) fn new(engine: String, deadline: Option<Instant>, body: Incoming) -> Self {
+    pub(crate) fn new(engine: String, deadline: Option<Instant>, body: Body) -> Self {
         Self {
             engine,
             deadline,
@@ -94,6 +94,11 @@ impl<T: DeserializeOwned + Send> EventStream<T> {
     }
 
     fn parse(&self, data: &str) -> Result<T, ClientError> {
+        // Whatever has no error in it is read in one go.
+        if !data.contains("\"error\"") {
+            return serde_json::from_str(data)
+                .map_err(|error| self.malformed(format!("an event is malformed: {error}")));
+        }
         let value: serde_json::Value = serde_json::from_str(data)
             .map_err(|error| self.malformed(format!("an event is no JSON: {error}")))?;
         if let Some(error) = ApiError::from_value(500, &value) {

@@ -38,6 +38,7 @@ mod microserving;
 mod openai;
 mod page_hash;
 mod range;
+mod relay;
 mod sampling;
 mod sse;
 
@@ -64,5 +65,8 @@ pub use openai::{
 };
 pub use page_hash::{PageHash, page_hashes};
 pub use range::KvRange;
+pub use relay::{
+    RELAY_HEADER, RelayCutter, RelayError, RelayPart, RelayUsage, relay_end_mark, relay_mark,
+};
 pub use sampling::{FinishReason, SamplingParams, TokenLogprob};
 pub use sse::{SSE_DONE, SseError, SseEvent, SseParser, sse_event};

@@ -52,6 +52,8 @@ pub(crate) struct AnswerPlan {
     pub(crate) continuous_usage: bool,
     /// The caller asked by header for [`ServingStats`].
     pub(crate) stats: bool,
+    /// A router passes the answer on: it wants to know the tokens of each chunk beside it.
+    pub(crate) relay: bool,
 }
 
 /// What [`Answer::next`] yields.
@@ -77,6 +79,8 @@ pub(crate) struct Answer {
     to_echo: std::ops::Range<u32>,
     arrival: Arrival,
     first_token_at: Option<Instant>,
+    /// For a router: the tokens since the last chunk, of an answer with one choice.
+    unmarked: Vec<TokenId>,
 }
 
 #[derive(Debug)]
@@ -121,7 +125,18 @@ impl Answer {
             to_echo,
             arrival,
             first_token_at: None,
+            unmarked: Vec::new(),
         })
+    }
+
+    /// Takes the tokens since the last time, for the mark of a relayed chunk.
+    pub(crate) fn take_unmarked(&mut self) -> Vec<TokenId> {
+        std::mem::take(&mut self.unmarked)
+    }
+
+    /// Returns the time from the request's arrival to its first token.
+    pub(crate) fn first_token_after(&self) -> std::time::Duration {
+        self.first_token_at.map_or_else(|| self.arrival.at.elapsed(), |at| at - self.arrival.at)
     }
 
     /// Returns the id that the answer's chunks carry.
@@ -183,6 +198,9 @@ impl Answer {
             return None;
         }
         choice.num_tokens = index.saturating_add(1);
+        if self.plan.relay && self.plan.n == 1 {
+            self.unmarked.push(token);
+        }
         let ends_silently = finish == Some(FinishReason::Stop) && self.plan.end_tokens.contains(&token);
         let mut new = CompletionChoice { index: index_of_choice, ..CompletionChoice::default() };
         let mut reason = finish;

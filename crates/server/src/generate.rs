@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use http::HeaderMap;
 use microserving_engine::{CallKey, CallOptions, StartGenerate};
-use microserving_protocol::{ApiError, CompletionRequest, GenerationParams, OutputFormat, SeqId, TokenId};
+use microserving_protocol::{
+    ApiError, CompletionRequest, GenerationParams, OutputFormat, RELAY_HEADER, SeqId, TokenId,
+};
 use microserving_text::Specials;
 
 use crate::answer::{Answer, AnswerPlan};
@@ -36,6 +38,8 @@ pub(crate) struct Generation {
     pub(crate) timeout: Option<Duration>,
     /// The caller asked by header for statistics.
     pub(crate) stats: bool,
+    /// The caller is a router that passes the answer on.
+    pub(crate) relay: bool,
 }
 
 /// Checks a request's bounds and draws a seed where the client gave none.
@@ -76,6 +80,11 @@ pub(crate) fn check_model(app: &App, model: Option<&str>) -> Result<(), ApiError
 /// Says whether the caller wants to know where tokens came from.
 pub(crate) fn wants_stats(headers: &HeaderMap) -> bool {
     headers.get("x-microserving-stats").is_some_and(|value| value == "1")
+}
+
+/// Says whether the caller passes the answer on and wants it marked (see `microserving_protocol::relay_mark`).
+pub(crate) fn wants_marks(headers: &HeaderMap) -> bool {
+    headers.get(RELAY_HEADER).is_some_and(|value| value == "1")
 }
 
 /// Returns what every call to the engine carries.
@@ -133,6 +142,7 @@ pub(crate) async fn generate(
         token_ids: params.return_token_ids,
         continuous_usage: params.include_usage && params.continuous_usage_stats,
         stats: generation.stats,
+        relay: generation.relay,
     };
     let options = call_options(app, &params, generation.timeout);
     let call = StartGenerate {

@@ -1,7 +1,8 @@
 //! Streams as MLC's router and OpenAI's clients read them.
 //!
 //! Exactly `data: <one line of JSON>`, a blank line, and at the end `data: [DONE]`: no comments, no keep-alives, no `event:`
-//! or `id:` lines, because MLC's router cuts six bytes off every line that is not empty.
+//! or `id:` lines, because MLC's router cuts six bytes off every line that is not empty. A router of ours that asks for marks gets
+//! comments, and cuts them off.
 
 use axum::body::Body;
 use axum::response::{IntoResponse, Response};

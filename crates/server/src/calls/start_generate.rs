@@ -44,7 +44,12 @@ pub(crate) async fn start_generate(
         Some(key) => key.seq_id.to_string(),
         None => format!("cmpl-{}", crate::random::hex_id()),
     };
-    let delivery = Delivery { stream: params.stream, include_usage: params.include_usage, chat: false };
+    let delivery = Delivery {
+        stream: params.stream,
+        include_usage: params.include_usage,
+        chat: false,
+        relay: false,
+    };
     let generation = Generation {
         id,
         key,
@@ -55,6 +60,7 @@ pub(crate) async fn start_generate(
         resume_from: request.resume_from,
         timeout: request.call.timeout,
         stats: wants_stats(&headers),
+        relay: false,
     };
     let answer = generate(&app, generation, params, arrival).await?;
     Ok(deliver(answer, delivery).await?)
