@@ -1,48 +1,91 @@
 //! The engines.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 
 use microserving_protocol::ModelCard;
 
-use crate::{Engine, EngineSpec, Health, Role};
+use crate::{Engine, EngineSpec, Role};
 
-/// The engines that requests can go to.
+/// The engines that requests can go to. They join and leave while serving; a number is never used again.
 #[derive(Debug)]
 pub struct Cluster {
-    engines: Vec<Arc<Engine>>,
+    members: RwLock<Members>,
+}
+
+#[derive(Debug)]
+struct Members {
+    next_number: u32,
+    /// Replaced as a whole, so that readers keep what they have seen.
+    engines: Arc<[Arc<Engine>]>,
 }
 
 impl Cluster {
     /// Makes a cluster of engines, all of them down until they are seen.
     #[must_use]
     pub fn new(specs: Vec<EngineSpec>) -> Self {
-        let engines = (0..).zip(specs).map(|(number, spec)| Arc::new(Engine::new(number, spec))).collect();
-        Self { engines }
+        let numbered = (0..).zip(specs);
+        let engines: Arc<[_]> = numbered.map(|(number, spec)| Arc::new(Engine::new(number, spec))).collect();
+        let next_number = u32::try_from(engines.len()).unwrap_or(u32::MAX);
+        Self { members: RwLock::new(Members { next_number, engines }) }
     }
 
-    /// Returns all engines.
+    /// Returns all engines as of now.
     #[must_use]
-    pub fn engines(&self) -> &[Arc<Engine>] {
-        &self.engines
+    pub fn engines(&self) -> Arc<[Arc<Engine>]> {
+        self.members.read().unwrap_or_else(PoisonError::into_inner).engines.clone()
     }
 
-    /// Returns the ready engines of a model that may decode.
+    /// Returns the engine of a number.
+    #[must_use]
+    pub fn engine(&self, number: u32) -> Option<Arc<Engine>> {
+        self.engines().iter().find(|engine| engine.number() == number).cloned()
+    }
+
+    /// Returns the engine of a name.
+    #[must_use]
+    pub fn named(&self, name: &str) -> Option<Arc<Engine>> {
+        self.engines().iter().find(|engine| engine.name() == name).cloned()
+    }
+
+    /// Takes in an engine; nothing if there is one of its name already.
+    pub(crate) fn join(&self, spec: EngineSpec) -> Option<Arc<Engine>> {
+        let mut members = self.members.write().unwrap_or_else(PoisonError::into_inner);
+        if members.engines.iter().any(|engine| engine.name() == spec.calls.name()) {
+            return None;
+        }
+        let engine = Arc::new(Engine::new(members.next_number, spec));
+        members.next_number += 1;
+        members.engines = members.engines.iter().cloned().chain([engine.clone()]).collect();
+        Some(engine)
+    }
+
+    /// Lets an engine go; says whether it was here.
+    pub(crate) fn leave(&self, number: u32) -> bool {
+        let mut members = self.members.write().unwrap_or_else(PoisonError::into_inner);
+        let rest: Arc<[_]> =
+            members.engines.iter().filter(|engine| engine.number() != number).cloned().collect();
+        let was_here = rest.len() < members.engines.len();
+        members.engines = rest;
+        was_here
+    }
+
+    /// Returns the engines of a model that may decode and take requests.
     #[must_use]
     pub fn decoders(&self, model: Option<&str>) -> Vec<Arc<Engine>> {
-        self.ready(model, Role::Prefill)
+        self.available(model, Role::Prefill)
     }
 
-    /// Returns the ready engines of a model that may prefill for others.
+    /// Returns the engines of a model that may prefill for others and take requests.
     #[must_use]
     pub fn prefillers(&self, model: Option<&str>) -> Vec<Arc<Engine>> {
-        self.ready(model, Role::Decode)
+        self.available(model, Role::Decode)
     }
 
-    /// Returns the models that ready engines serve, each once.
+    /// Returns the models that can be asked for now, each once.
     #[must_use]
     pub fn models(&self) -> Vec<ModelCard> {
         let mut models: Vec<ModelCard> = Vec::new();
-        for engine in self.engines().iter().filter(|engine| engine.health() == Health::Ready) {
+        for engine in self.engines().iter().filter(|engine| engine.takes_requests()) {
             for card in engine.models() {
                 if !models.iter().any(|known| known.id == card.id) {
                     models.push(card);
@@ -55,7 +98,7 @@ impl Cluster {
     /// Returns how many engines get requests now.
     #[must_use]
     pub fn num_ready(&self) -> usize {
-        self.engines.iter().filter(|engine| engine.health() == Health::Ready).count()
+        self.engines().iter().filter(|engine| engine.takes_requests()).count()
     }
 
     /// Returns the requests in flight over all engines: 0 when nothing is being served.
@@ -64,10 +107,10 @@ impl Cluster {
         self.engines().iter().map(|engine| engine.in_flight()).sum()
     }
 
-    fn ready(&self, model: Option<&str>, but_not: Role) -> Vec<Arc<Engine>> {
+    fn available(&self, model: Option<&str>, but_not: Role) -> Vec<Arc<Engine>> {
         let fits = |engine: &&Arc<Engine>| {
-            engine.health() == Health::Ready && engine.role() != but_not && engine.serves(model)
+            engine.takes_requests() && engine.role() != but_not && engine.serves(model)
         };
-        self.engines.iter().filter(fits).cloned().collect()
+        self.engines().iter().filter(fits).cloned().collect()
     }
 }

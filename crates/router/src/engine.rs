@@ -1,26 +1,29 @@
 //! One engine, as the router keeps it.
 
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::str::FromStr;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use microserving_client::EngineCalls;
+use microserving_client::{ClientError, EngineCalls};
 use microserving_protocol::{ModelCard, StateView};
 use tokio::sync::Notify;
 use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 
 use crate::Outlook;
 use crate::predict::{Costs, ProfileSource};
 
 /// What an engine is used for. Any engine can do everything; a role is the operator's wish.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
 pub enum Role {
     /// Prefills and decodes.
     #[default]
-    Any,
+    Any = 0,
     /// Only prefills for others.
-    Prefill,
+    Prefill = 1,
     /// Decodes, prefilling what others did not.
-    Decode,
+    Decode = 2,
 }
 
 impl Role {
@@ -33,6 +36,24 @@ impl Role {
             Self::Decode => "decode",
         }
     }
+
+    const fn of(number: u8) -> Self {
+        match number {
+            1 => Self::Prefill,
+            2 => Self::Decode,
+            _ => Self::Any,
+        }
+    }
+}
+
+impl FromStr for Role {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let all = [Self::Any, Self::Prefill, Self::Decode];
+        let found = all.into_iter().find(|role| role.name() == text);
+        found.ok_or_else(|| format!("is {text:?}, must be any, prefill or decode"))
+    }
 }
 
 /// An engine to route to.
@@ -44,13 +65,22 @@ pub struct EngineSpec {
     pub role: Role,
     /// Its PE under PGAS transports; other transports ignore it.
     pub recv_rank: i64,
+    /// Its share of the requests, beside one of weight 1.
+    pub weight: f64,
 }
 
 impl EngineSpec {
     /// Describes an engine for any role.
     #[must_use]
     pub fn new(calls: Arc<dyn EngineCalls>, role: Role) -> Self {
-        Self { calls, role, recv_rank: 0 }
+        Self { calls, role, recv_rank: 0, weight: 1.0 }
+    }
+
+    /// Gives it another share of the requests than 1.
+    #[must_use]
+    pub const fn with_weight(mut self, weight: f64) -> Self {
+        self.weight = weight;
+        self
     }
 }
 
@@ -81,7 +111,12 @@ pub struct Load {
 #[derive(Debug)]
 pub struct Engine {
     number: u32,
-    spec: EngineSpec,
+    calls: Arc<dyn EngineCalls>,
+    recv_rank: i64,
+    role: AtomicU8,
+    /// The bits of an `f64`.
+    weight: AtomicU64,
+    is_draining: AtomicBool,
     health: AtomicU8,
     requests: AtomicU32,
     queued_tokens: AtomicU64,
@@ -90,6 +125,10 @@ pub struct Engine {
     pub(crate) costs: Costs,
     /// Wakes the watcher, so that a failed call is followed by a look at once.
     pub(crate) look: Notify,
+    /// Cancelled when it leaves the cluster; whoever watches it ends then.
+    left: CancellationToken,
+    /// Cancelled when requests on it must go elsewhere. One a life: an engine that comes back begins a new one.
+    lost: Mutex<CancellationToken>,
 }
 
 /// What the engine told of itself.
@@ -105,13 +144,19 @@ impl Engine {
     pub(crate) fn new(number: u32, spec: EngineSpec) -> Self {
         Self {
             number,
-            spec,
+            calls: spec.calls,
+            recv_rank: spec.recv_rank,
+            role: AtomicU8::new(spec.role as u8),
+            weight: AtomicU64::new(spec.weight.to_bits()),
+            is_draining: AtomicBool::new(false),
             health: AtomicU8::new(Health::Down as u8),
             requests: AtomicU32::new(0),
             queued_tokens: AtomicU64::new(0),
             seen: Mutex::new(Seen::default()),
             costs: Costs::default(),
             look: Notify::new(),
+            left: CancellationToken::new(),
+            lost: Mutex::new(CancellationToken::new()),
         }
     }
 
@@ -124,23 +169,61 @@ impl Engine {
     /// Returns its name.
     #[must_use]
     pub fn name(&self) -> &str {
-        self.spec.calls.name()
+        self.calls.name()
     }
 
     /// Returns what it is used for.
     #[must_use]
-    pub const fn role(&self) -> Role {
-        self.spec.role
+    pub fn role(&self) -> Role {
+        Role::of(self.role.load(Ordering::Relaxed))
+    }
+
+    /// Changes what it is used for; requests that it has go on.
+    pub fn set_role(&self, role: Role) {
+        self.role.store(role as u8, Ordering::Relaxed);
+    }
+
+    /// Returns its share of the requests, beside one of weight 1.
+    #[must_use]
+    pub fn weight(&self) -> f64 {
+        f64::from_bits(self.weight.load(Ordering::Relaxed))
+    }
+
+    /// Changes its share of the requests.
+    pub fn set_weight(&self, weight: f64) {
+        self.weight.store(weight.to_bits(), Ordering::Relaxed);
+    }
+
+    /// Says whether it gets no new requests because somebody wants it empty.
+    #[must_use]
+    pub fn is_draining(&self) -> bool {
+        self.is_draining.load(Ordering::Relaxed)
+    }
+
+    /// Gives it no new requests; those in flight end as they would.
+    pub fn drain(&self) {
+        self.is_draining.store(true, Ordering::Relaxed);
+    }
+
+    /// Gives it new requests again.
+    pub fn undrain(&self) {
+        self.is_draining.store(false, Ordering::Relaxed);
+    }
+
+    /// Says whether it gets new requests now: it is ready, and nobody drains it.
+    #[must_use]
+    pub fn takes_requests(&self) -> bool {
+        self.health() == Health::Ready && !self.is_draining()
     }
 
     /// Returns the way to call it.
     #[must_use]
     pub fn calls(&self) -> &Arc<dyn EngineCalls> {
-        &self.spec.calls
+        &self.calls
     }
 
     pub(crate) const fn recv_rank(&self) -> i64 {
-        self.spec.recv_rank
+        self.recv_rank
     }
 
     /// Returns whether it gets requests.
@@ -164,6 +247,52 @@ impl Engine {
             tracing::warn!(engine = self.name(), "engine is down");
         }
         self.look.notify_one();
+    }
+
+    /// Is cancelled when it leaves the cluster.
+    pub(crate) const fn left(&self) -> &CancellationToken {
+        &self.left
+    }
+
+    /// Is cancelled when requests that are on it now must go elsewhere.
+    pub(crate) fn lost(&self) -> CancellationToken {
+        self.lost.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Sends requests that are on it elsewhere; what comes after begins a new life.
+    pub(crate) fn give_up(&self) {
+        let mut lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::take(&mut *lost).cancel();
+    }
+
+    /// Lets it go, with its watcher; `force` sends requests that are on it elsewhere.
+    pub(crate) fn leave(&self, force: bool) {
+        self.drain();
+        self.left.cancel();
+        if force {
+            self.give_up();
+        }
+    }
+
+    /// Waits for a call, but not longer than the engine can be reached.
+    pub(crate) async fn while_here<T>(
+        &self,
+        call: impl Future<Output = Result<T, ClientError>>,
+    ) -> Result<T, ClientError> {
+        let lost = self.lost();
+        tokio::select! {
+            biased;
+            answer = call => answer,
+            () = lost.cancelled() => Err(self.lost_error()),
+        }
+    }
+
+    /// Returns what a request on it fails with when it is given up.
+    pub(crate) fn lost_error(&self) -> ClientError {
+        ClientError::Lost {
+            engine: self.name().to_owned(),
+            reason: "the router has given the engine up".into(),
+        }
     }
 
     /// Returns how busy it is: our own requests, and those of others as it last told.

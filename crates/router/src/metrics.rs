@@ -241,10 +241,17 @@ impl Metrics {
         self.retries.get_or_create(&ReasonLabel { reason: reason.to_owned() }).inc();
     }
 
+    /// Shows an engine that left no longer.
+    pub(crate) fn forget_engine(&self, name: &str) {
+        let label = EngineLabel { engine: name.to_owned() };
+        self.engine_ready.remove(&label);
+        self.engine_in_flight.remove(&label);
+    }
+
     /// Renders everything in OpenMetrics text.
     #[must_use]
     pub fn render(&self, cluster: &Cluster) -> String {
-        for engine in cluster.engines() {
+        for engine in cluster.engines().iter() {
             let label = EngineLabel { engine: engine.name().to_owned() };
             let ready = i64::from(engine.health() == Health::Ready);
             self.engine_ready.get_or_create(&label).set(ready);

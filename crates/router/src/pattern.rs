@@ -5,96 +5,200 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
-use crate::{Balanced, DataParallel, PrefillDecode, Program};
+use crate::programs::BalancedFactory;
+use crate::{DataParallel, Parameter, Parameters, PrefillDecode, Program};
 
-/// What part of a prompt `balanced` leaves to the decoding engine if nobody says.
-const DEFAULT_RATIO: f64 = 0.1;
-
-/// A pattern as configuration, headers and `PUT /admin/v1/pattern` name it: `prefill_decode`, `balanced:0.25`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+/// A pattern as configuration, headers and `PUT /admin/v1/pattern` name it: `prefill_decode`, `balanced:0.25`,
+/// `name:key=value,key=value`.
+#[derive(Clone, Debug, PartialEq)]
 pub struct Pattern {
     /// The program's name.
     pub name: String,
-    /// What part of the prompt is left to the decoding engine; `balanced` only, 0.1 by default.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub ratio: Option<f64>,
+    /// What it is told.
+    pub parameters: Parameters,
 }
 
 /// The pattern does not exist, or cannot be as asked.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("pattern {0}")]
-pub struct BadPattern(String);
+#[error("pattern {reason}")]
+pub struct BadPattern {
+    reason: String,
+    parameter: Option<String>,
+}
+
+impl BadPattern {
+    /// Makes one from a sentence that goes behind "pattern".
+    #[must_use]
+    pub fn new(reason: impl Into<String>) -> Self {
+        Self { reason: reason.into(), parameter: None }
+    }
+
+    /// Makes one that is about a parameter; `what` goes behind the pattern's name.
+    #[must_use]
+    pub fn parameter(pattern: &str, parameter: &str, what: impl fmt::Display) -> Self {
+        let parameter = (!parameter.is_empty()).then(|| parameter.to_owned());
+        Self { reason: format!("{pattern:?} {what}"), parameter }
+    }
+
+    /// Returns the field at fault: a parameter, or `name`.
+    #[must_use]
+    pub fn field(&self) -> &str {
+        self.parameter.as_deref().unwrap_or("name")
+    }
+}
+
+impl Pattern {
+    /// Names a pattern with its parameters at their defaults.
+    #[must_use]
+    pub fn named(name: &str) -> Self {
+        Self { name: name.to_owned(), parameters: Parameters::new() }
+    }
+
+    /// Sets a parameter.
+    #[must_use]
+    pub fn with(mut self, parameter: &str, value: impl Into<Value>) -> Self {
+        self.parameters = self.parameters.with(parameter, value);
+        self
+    }
+
+    /// Returns `{"name": …, parameter: value, …}`.
+    #[must_use]
+    pub fn to_json(&self) -> Value {
+        let mut object = Map::new();
+        object.insert("name".to_owned(), self.name.clone().into());
+        self.parameters.write_to(&mut object);
+        object.into()
+    }
+}
 
 impl FromStr for Pattern {
     type Err = BadPattern;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let (name, ratio) = match text.split_once(':') {
-            None => (text, None),
-            Some((name, ratio)) => {
-                let number = ratio.parse();
-                (
-                    name,
-                    Some(number.map_err(|_| {
-                        BadPattern(format!("{text:?} has the ratio {ratio:?}, must be a number"))
-                    })?),
-                )
+        let Some((name, rest)) = text.split_once(':') else { return Ok(Self::named(text)) };
+        let mut pattern = Self::named(name);
+        for (at, part) in rest.split(',').enumerate() {
+            let (key, value) = match part.split_once('=') {
+                Some((key, value)) if !key.trim().is_empty() => (key.trim(), value),
+                None if at == 0 => ("", part),
+                _ => {
+                    let what = format!("has the parameter {part:?}, must be written key=value");
+                    return Err(BadPattern::parameter(name, "", what));
+                }
+            };
+            if pattern.parameters.get(key).is_some() {
+                return Err(BadPattern::parameter(name, key, format!("has {key} twice")));
             }
-        };
-        Ok(Self { name: name.to_owned(), ratio })
+            pattern.parameters.set(key, value.trim().into());
+        }
+        Ok(pattern)
     }
 }
 
 impl fmt::Display for Pattern {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.ratio {
-            None => f.write_str(&self.name),
-            Some(ratio) => write!(f, "{}:{ratio}", self.name),
-        }
+        f.write_str(&self.name)?;
+        if self.parameters.is_empty() { Ok(()) } else { write!(f, ":{}", self.parameters) }
     }
 }
 
-/// A pattern with the program that runs it.
-#[derive(Clone, Debug)]
+/// Makes the programs of one name, for any values of its parameters.
+pub trait ProgramFactory: Send + Sync + fmt::Debug {
+    /// Returns the name that configuration and headers know its programs by.
+    fn name(&self) -> &str;
+
+    /// Returns what its programs can be told. By default nothing.
+    fn parameters(&self) -> &[Parameter] {
+        &[]
+    }
+
+    /// Says in one sentence what its programs do.
+    fn about(&self) -> &str {
+        ""
+    }
+
+    /// Makes a program. `parameters` are complete and within their bounds; the program's name must be the factory's.
+    ///
+    /// # Errors
+    /// If the values do not go together.
+    fn build(&self, parameters: &Parameters) -> Result<Arc<dyn Program>, BadPattern>;
+}
+
+/// A program that takes no parameters, and so is its own pattern.
+#[derive(Debug)]
+pub(crate) struct Fixed(pub(crate) Arc<dyn Program>);
+
+impl ProgramFactory for Fixed {
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    fn build(&self, _: &Parameters) -> Result<Arc<dyn Program>, BadPattern> {
+        Ok(self.0.clone())
+    }
+}
+
+/// A pattern with the program that runs it. Requests hold on to the one they began with.
+#[derive(Debug)]
 pub(crate) struct Chosen {
+    /// With every parameter.
     pub(crate) pattern: Pattern,
+    /// As `x-microserving-pattern` answers it.
+    pub(crate) text: String,
     pub(crate) program: Arc<dyn Program>,
 }
 
-/// The patterns that requests may name, and the one for those that name none. That one can change at any time: requests
+/// The patterns that requests may name, and the one for those that name none. All of that can change at any time: requests
 /// in flight end under the pattern they began with.
 #[derive(Debug)]
 pub struct Patterns {
-    programs: BTreeMap<String, Arc<dyn Program>>,
-    current: RwLock<Chosen>,
+    state: RwLock<State>,
+}
+
+#[derive(Clone, Debug)]
+struct State {
+    factories: BTreeMap<String, Arc<dyn ProgramFactory>>,
+    current: Arc<Chosen>,
 }
 
 impl Patterns {
-    /// Knows the crate's own patterns and `more`, and begins with `current`.
+    /// Knows the crate's own patterns and `more`, of which one of the same name replaces it, and begins with `current`.
     ///
     /// # Errors
     /// If `current` is not one of them.
-    pub fn new(current: &Pattern, more: Vec<Arc<dyn Program>>) -> Result<Self, BadPattern> {
-        let own: [Arc<dyn Program>; 2] = [Arc::new(DataParallel), Arc::new(PrefillDecode)];
-        let programs =
-            own.into_iter().chain(more).map(|program| (program.name().to_owned(), program)).collect();
-        let current = choose(&programs, current)?;
-        Ok(Self { programs, current: RwLock::new(current) })
+    pub fn new(current: &Pattern, more: Vec<Arc<dyn ProgramFactory>>) -> Result<Self, BadPattern> {
+        let own: [Arc<dyn ProgramFactory>; 3] = [
+            Arc::new(Fixed(Arc::new(DataParallel))),
+            Arc::new(Fixed(Arc::new(PrefillDecode))),
+            Arc::new(BalancedFactory),
+        ];
+        let mut factories = BTreeMap::new();
+        for factory in own.into_iter().chain(more) {
+            check_factory(&*factory)?;
+            factories.insert(factory.name().to_owned(), factory);
+        }
+        let current = choose(&factories, current)?;
+        Ok(Self { state: RwLock::new(State { factories, current }) })
     }
 
     /// Returns the names that requests may use.
     #[must_use]
     pub fn names(&self) -> Vec<String> {
-        names(&self.programs)
+        self.read(|state| state.factories.keys().cloned().collect())
     }
 
-    /// Returns the pattern in use.
+    /// Returns whoever makes the programs of a name.
+    #[must_use]
+    pub fn factory(&self, name: &str) -> Option<Arc<dyn ProgramFactory>> {
+        self.read(|state| state.factories.get(name).cloned())
+    }
+
+    /// Returns the pattern in use, with every parameter.
     #[must_use]
     pub fn current(&self) -> Pattern {
-        self.chosen().pattern
+        self.read(|state| state.current.pattern.clone())
     }
 
     /// Changes the pattern in use, for requests that come from now on; returns the one before.
@@ -102,87 +206,120 @@ impl Patterns {
     /// # Errors
     /// If there is no such pattern; nothing changes then.
     pub fn set(&self, pattern: &Pattern) -> Result<Pattern, BadPattern> {
-        let next = choose(&self.programs, pattern)?;
-        let mut current = self.current.write().unwrap_or_else(PoisonError::into_inner);
-        Ok(std::mem::replace(&mut *current, next).pattern)
+        self.change(|state| {
+            let next = choose(&state.factories, pattern)?;
+            Ok(std::mem::replace(&mut state.current, next).pattern.clone())
+        })
+    }
+
+    /// Checks a pattern; returns it with every parameter. Changes nothing.
+    ///
+    /// # Errors
+    /// If there is no such pattern.
+    pub fn check(&self, pattern: &Pattern) -> Result<Pattern, BadPattern> {
+        self.choose(Some(pattern)).map(|chosen| chosen.pattern.clone())
+    }
+
+    /// Adds whoever makes the programs of a name, in place of the one there was, which is returned. Requests from now on get the new
+    /// programs, also where the name is in use.
+    ///
+    /// # Errors
+    /// If the pattern in use is of that name and cannot be made any more; nothing changes then.
+    pub fn register(
+        &self,
+        factory: Arc<dyn ProgramFactory>,
+    ) -> Result<Option<Arc<dyn ProgramFactory>>, BadPattern> {
+        check_factory(&*factory)?;
+        self.change(|state| {
+            let before = state.factories.insert(factory.name().to_owned(), factory);
+            state.rebuild()?;
+            Ok(before)
+        })
+    }
+
+    /// Takes away whoever makes the programs of a name.
+    ///
+    /// # Errors
+    /// If there is none, or it is in use; nothing changes then.
+    pub fn unregister(&self, name: &str) -> Result<Arc<dyn ProgramFactory>, BadPattern> {
+        self.change(|state| {
+            let Some(factory) = state.factories.remove(name) else {
+                return Err(unknown(&state.factories, name));
+            };
+            if state.current.pattern.name == name {
+                return Err(BadPattern::parameter(name, "", "is in use"));
+            }
+            Ok(factory)
+        })
     }
 
     /// Returns the program for a request that names `pattern`, or none.
-    pub(crate) fn choose(&self, pattern: Option<&Pattern>) -> Result<Chosen, BadPattern> {
-        match pattern {
-            None => Ok(self.chosen()),
-            Some(pattern) => choose(&self.programs, pattern),
-        }
+    pub(crate) fn choose(&self, pattern: Option<&Pattern>) -> Result<Arc<Chosen>, BadPattern> {
+        self.read(|state| match pattern {
+            None => Ok(state.current.clone()),
+            Some(pattern) => choose(&state.factories, pattern),
+        })
     }
 
-    fn chosen(&self) -> Chosen {
-        self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
+    fn read<T>(&self, f: impl FnOnce(&State) -> T) -> T {
+        f(&self.state.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Makes a change in whole or not at all.
+    fn change<T>(&self, f: impl FnOnce(&mut State) -> Result<T, BadPattern>) -> Result<T, BadPattern> {
+        let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
+        let mut next = state.clone();
+        let done = f(&mut next)?;
+        *state = next;
+        Ok(done)
     }
 }
 
-fn names(programs: &BTreeMap<String, Arc<dyn Program>>) -> Vec<String> {
-    let mut names: Vec<_> = programs.keys().cloned().collect();
-    if !programs.contains_key("balanced") {
-        names.push("balanced".to_owned());
+impl State {
+    /// Makes anew what was made by factories that may have changed.
+    fn rebuild(&mut self) -> Result<(), BadPattern> {
+        self.current = choose(&self.factories, &self.current.pattern)?;
+        Ok(())
     }
-    names.sort();
-    names
 }
 
-fn choose(programs: &BTreeMap<String, Arc<dyn Program>>, pattern: &Pattern) -> Result<Chosen, BadPattern> {
-    if let Some(program) = programs.get(&pattern.name) {
-        if let Some(ratio) = pattern.ratio {
-            return Err(BadPattern(format!("{:?} has no ratio, {ratio} was given", pattern.name)));
+/// A name or parameter that text and JSON could not carry would be one that nobody can use.
+fn check_factory(factory: &dyn ProgramFactory) -> Result<(), BadPattern> {
+    let name = factory.name();
+    if !is_word(name) {
+        return Err(BadPattern::new(format!("{name:?} is no name: letters, digits, _ and - make one")));
+    }
+    for (at, parameter) in factory.parameters().iter().enumerate() {
+        let taken = ["name", "available", "revision"].contains(&&*parameter.name);
+        let twice = factory.parameters()[..at].iter().any(|other| other.name == parameter.name);
+        if taken || twice || !is_word(&parameter.name) {
+            let what = format!("cannot have a parameter {:?}", parameter.name);
+            return Err(BadPattern::parameter(name, &parameter.name, what));
         }
-        return Ok(Chosen { pattern: pattern.clone(), program: program.clone() });
     }
-    if pattern.name == "balanced" {
-        let ratio = pattern.ratio.unwrap_or(DEFAULT_RATIO);
-        let program = Balanced::new(ratio)
-            .ok_or_else(|| BadPattern(format!("\"balanced\" has the ratio {ratio}, must be in [0, 1]")))?;
-        let pattern = Pattern { name: pattern.name.clone(), ratio: Some(ratio) };
-        return Ok(Chosen { pattern, program: Arc::new(program) });
-    }
-    Err(BadPattern(format!(
-        "{:?} does not exist, must be one of {}",
-        pattern.name,
-        names(programs).join(", ")
-    )))
+    Ok(())
+}
+
+fn is_word(text: &str) -> bool {
+    let fits = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-');
+    !text.is_empty() && text.len() <= 64 && text.bytes().all(fits)
+}
+
+fn unknown(factories: &BTreeMap<String, Arc<dyn ProgramFactory>>, name: &str) -> BadPattern {
+    let names: Vec<&str> = factories.keys().map(String::as_str).collect();
+    BadPattern::parameter(name, "", format!("does not exist, must be one of {}", names.join(", ")))
+}
+
+fn choose(
+    factories: &BTreeMap<String, Arc<dyn ProgramFactory>>,
+    pattern: &Pattern,
+) -> Result<Arc<Chosen>, BadPattern> {
+    let factory = factories.get(&pattern.name).ok_or_else(|| unknown(factories, &pattern.name))?;
+    let parameters = pattern.parameters.complete(&pattern.name, factory.parameters())?;
+    let program = factory.build(&parameters)?;
+    let pattern = Pattern { name: pattern.name.clone(), parameters };
+    Ok(Arc::new(Chosen { text: pattern.to_string(), pattern, program }))
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn check(text: &str) -> String {
-        let start = Pattern { name: "data_parallel".into(), ratio: None };
-        let patterns = Patterns::new(&start, vec![]).expect("exists");
-        let chosen = text.parse::<Pattern>().and_then(|pattern| {
-            let chosen = patterns.choose(Some(&pattern))?;
-            assert_eq!(chosen.program.name(), pattern.name);
-            assert_eq!(patterns.set(&pattern)?, start);
-            Ok(patterns.current())
-        });
-        chosen.map_or_else(|error| error.to_string(), |pattern| pattern.to_string())
-    }
-
-    #[test]
-    fn names_and_ratios() {
-        for (text, expected) in [
-            ("data_parallel", "data_parallel"),
-            ("prefill_decode", "prefill_decode"),
-            ("balanced", "balanced:0.1"),
-            ("balanced:0.25", "balanced:0.25"),
-            ("balanced:1", "balanced:1"),
-            ("balanced:x", r#"pattern "balanced:x" has the ratio "x", must be a number"#),
-            ("balanced:", r#"pattern "balanced:" has the ratio "", must be a number"#),
-            ("balanced:-1", r#"pattern "balanced" has the ratio -1, must be in [0, 1]"#),
-            ("balanced:NaN", r#"pattern "balanced" has the ratio NaN, must be in [0, 1]"#),
-            ("data_parallel:0.5", r#"pattern "data_parallel" has no ratio, 0.5 was given"#),
-            ("", r#"pattern "" does not exist, must be one of balanced, data_parallel, prefill_decode"#),
-            ("x", r#"pattern "x" does not exist, must be one of balanced, data_parallel, prefill_decode"#),
-        ] {
-            assert_eq!(check(text), expected);
-        }
-    }
-}
+mod tests;

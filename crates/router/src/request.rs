@@ -2,7 +2,12 @@
 
 use std::sync::Arc;
 
-use microserving_protocol::{CompletionRequest, GenerationParams, Prompt, SeqId, StreamOptions, TokenId};
+use axum::http::HeaderMap;
+use microserving_protocol::{
+    ApiError, CompletionRequest, GenerationParams, Prompt, SeqId, StreamOptions, TokenId,
+};
+
+use crate::client_headers::ClientHeaders;
 
 /// A request as programs see it: tokens, checked parameters, and the body that goes to engines.
 #[derive(Clone, Debug, PartialEq)]
@@ -12,6 +17,7 @@ pub struct Request {
     tokens: Arc<[TokenId]>,
     params: GenerationParams,
     completion: CompletionRequest,
+    headers: ClientHeaders,
 }
 
 impl Request {
@@ -38,7 +44,46 @@ impl Request {
             user: None,
             ..completion.clone()
         };
-        Self { seq_id, model: completion.model.clone(), tokens: tokens.into(), params, completion: body }
+        Self {
+            seq_id,
+            model: completion.model.clone(),
+            tokens: tokens.into(),
+            params,
+            completion: body,
+            headers: ClientHeaders::default(),
+        }
+    }
+
+    /// Adds what the client sent along, for rules and programs to look at.
+    ///
+    /// # Errors
+    /// 400 if `x-microserving-tenant` is longer than 128 bytes or no plain text.
+    pub fn with_headers(self, headers: HeaderMap) -> Result<Self, ApiError> {
+        Ok(Self { headers: ClientHeaders::keep(headers)?, ..self })
+    }
+
+    /// Adds what has been kept of the client's headers.
+    pub(crate) fn with_kept(self, headers: ClientHeaders) -> Self {
+        Self { headers, ..self }
+    }
+
+    /// Returns whose request it is, as the header `x-microserving-tenant` says; empty if it does not say.
+    #[must_use]
+    pub fn tenant(&self) -> &str {
+        self.headers.tenant()
+    }
+
+    /// Returns the first value of a header that the client sent; names are not case-sensitive. Secrets (authorization, cookies, keys) are
+    /// never there, nor values above 1 KiB, nor what goes beyond 8 KiB in all.
+    #[must_use]
+    pub fn header(&self, name: &str) -> Option<&str> {
+        self.headers.get(name)
+    }
+
+    /// Returns its priority; higher goes first, 0 is usual.
+    #[must_use]
+    pub const fn priority(&self) -> i32 {
+        self.params.priority
     }
 
     /// Returns the key that ties its calls together.

@@ -76,7 +76,8 @@ impl Seat {
             reserve_tokens: 0,
         };
         self.begin(request);
-        let answer = self.engine().clone().calls().prep_recv(&self.ctx.call, &body).await;
+        let engine = self.engine().clone();
+        let answer = engine.while_here(engine.calls().prep_recv(&self.ctx.call, &body)).await;
         let answer = self.judge("prep_recv", answer)?;
         if answer.prefix_matched_length > end {
             let reason = format!("prefix_matched_length is {}, end is {end}", answer.prefix_matched_length);
@@ -116,7 +117,8 @@ impl Seat {
         };
         self.begin(request);
         let mut timer = PrefillTimer::start(&self.in_flight);
-        let answer = self.engine().clone().calls().remote_send(&self.ctx.call, &body).await;
+        let engine = self.engine().clone();
+        let answer = engine.while_here(engine.calls().remote_send(&self.ctx.call, &body)).await;
         let answer = self.judge("remote_send", answer)?;
         self.end();
         self.in_flight.set_tokens(0);
@@ -141,7 +143,8 @@ impl Seat {
         self.begin(request);
         self.ctx.stats.decode_engine(self.engine().name());
         let timer = PrefillTimer::start(&self.in_flight);
-        let chunks = self.engine().clone().calls().start_generate(&self.ctx.call, &body).await;
+        let engine = self.engine().clone();
+        let chunks = engine.while_here(engine.calls().start_generate(&self.ctx.call, &body)).await;
         let chunks = self.judge("start_generate", chunks)?;
         self.ctx.shared.placement.note(self.engine(), request, request.len());
         let timer = StreamTimer::new(timer, self.prepared, request.len(), request.params().n == 1);
@@ -155,7 +158,8 @@ impl Seat {
     pub async fn commit(mut self, request: &Request) -> Result<u32, Error> {
         let mut body = CommitRequest::new(request.seq_id().clone());
         body.attempt = self.begun.as_ref().and_then(|begun| begun.attempt);
-        let answer = self.engine().clone().calls().commit(&self.ctx.call, &body).await;
+        let engine = self.engine().clone();
+        let answer = engine.while_here(engine.calls().commit(&self.ctx.call, &body)).await;
         let answer = self.judge("commit", answer)?;
         self.end();
         self.ctx.shared.placement.note(self.engine(), request, answer.committed_tokens);

@@ -7,18 +7,17 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use microserving_client::CallContext;
 use microserving_cost::Profile;
 use microserving_protocol::{ApiError, ModelCard};
-use tokio::sync::{Semaphore, mpsc};
-use tokio::task::JoinSet;
-use tokio_util::sync::CancellationToken;
+use tokio::sync::Semaphore;
 
-use crate::abort::{Abort, AbortQueue, send_aborts};
+use crate::abort::{AbortQueue, send_aborts};
 use crate::ctx::Shared;
+use crate::pattern::Fixed;
 use crate::predict::Traffic;
 use crate::prompt::Codecs;
-use crate::watch::watch;
+use crate::tasks::Spawner;
 use crate::{
     BadPattern, Cluster, EngineSpec, Error, Metrics, Pattern, Patterns, Placement, PlacementPolicy, Program,
-    PromptCodec, Randomness,
+    ProgramFactory, PromptCodec, Randomness, RouterTasks,
 };
 
 /// How a router works.
@@ -28,8 +27,10 @@ pub struct RouterConfig {
     pub engines: Vec<EngineSpec>,
     /// The pattern of requests that name none.
     pub pattern: Pattern,
-    /// Patterns beside the crate's own; one of the same name replaces it.
+    /// Programs without parameters beside the crate's own; one of the same name replaces it.
     pub programs: Vec<Arc<dyn Program>>,
+    /// Makers of programs with parameters, likewise.
+    pub factories: Vec<Arc<dyn ProgramFactory>>,
     /// How engines are chosen.
     pub placement: PlacementPolicy,
     /// How long a request may take, all calls together.
@@ -50,8 +51,9 @@ impl RouterConfig {
     pub fn new(engines: Vec<EngineSpec>) -> Self {
         Self {
             engines,
-            pattern: Pattern { name: "data_parallel".into(), ratio: None },
+            pattern: Pattern::named("data_parallel"),
             programs: Vec::new(),
+            factories: Vec::new(),
             placement: PlacementPolicy::default(),
             request_timeout: Duration::from_secs(600),
             max_in_flight: 4096,
@@ -71,22 +73,8 @@ pub struct RouterService {
     pub(crate) randomness: Randomness,
     pub(crate) slots: Arc<Semaphore>,
     pub(crate) request_timeout: Duration,
+    pub(crate) spawner: Spawner,
     draining: AtomicBool,
-}
-
-/// The tasks of a router: one watcher an engine, and the one that sends aborts. Dropping it stops them at once.
-#[derive(Debug)]
-pub struct RouterTasks {
-    stop: CancellationToken,
-    tasks: JoinSet<()>,
-}
-
-impl RouterTasks {
-    /// Stops watching, sends the aborts that are still queued, and waits for it.
-    pub async fn stop(mut self) {
-        self.stop.cancel();
-        while self.tasks.join_next().await.is_some() {}
-    }
 }
 
 impl RouterService {
@@ -95,7 +83,8 @@ impl RouterService {
     /// # Errors
     /// If the configured pattern does not exist.
     pub fn start(config: RouterConfig) -> Result<(Arc<Self>, RouterTasks), BadPattern> {
-        let patterns = Patterns::new(&config.pattern, config.programs)?;
+        let fixed = config.programs.into_iter().map(|program| Arc::new(Fixed(program)) as Arc<_>);
+        let patterns = Patterns::new(&config.pattern, fixed.chain(config.factories).collect())?;
         let metrics = Arc::new(Metrics::new());
         let (aborts, queue) = AbortQueue::new(metrics.clone());
         let shared = Shared {
@@ -105,7 +94,9 @@ impl RouterService {
             traffic: Arc::new(Traffic::new(config.profile)),
             aborts,
         };
-        let tasks = start_tasks(&shared, queue);
+        let mut tasks = RouterTasks::new();
+        let spawner = tasks.spawner();
+        tasks.send_aborts(send_aborts(queue, spawner.stop().clone()));
         let service = Self {
             shared,
             patterns,
@@ -113,8 +104,12 @@ impl RouterService {
             randomness: config.randomness,
             slots: Arc::new(Semaphore::new(config.max_in_flight.min(Semaphore::MAX_PERMITS))),
             request_timeout: config.request_timeout,
+            spawner,
             draining: AtomicBool::new(false),
         };
+        for engine in service.cluster().engines().iter() {
+            service.follow(engine);
+        }
         Ok((Arc::new(service), tasks))
     }
 
@@ -182,16 +177,6 @@ impl RouterService {
             }
         }
     }
-}
-
-fn start_tasks(shared: &Shared, queue: mpsc::Receiver<Abort>) -> RouterTasks {
-    let stop = CancellationToken::new();
-    let mut tasks = JoinSet::new();
-    for engine in shared.cluster.engines() {
-        tasks.spawn(watch(engine.clone(), shared.placement.clone(), shared.traffic.clone(), stop.clone()));
-    }
-    tasks.spawn(send_aborts(queue, stop.clone()));
-    RouterTasks { stop, tasks }
 }
 
 /// Returns the seconds since 1970.

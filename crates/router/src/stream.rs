@@ -6,6 +6,7 @@ use std::task::{Context, Poll};
 use futures::Stream;
 use microserving_client::ChunkStream;
 use microserving_protocol::{CompletionResponse, FinishReason};
+use tokio_util::sync::WaitForCancellationFutureOwned;
 
 use crate::predict::StreamTimer;
 use crate::{Error, Seat};
@@ -16,13 +17,16 @@ pub(crate) struct Generating {
     /// Gone once the stream has ended.
     seat: Option<Seat>,
     timer: StreamTimer,
+    /// Ready when the engine is given up.
+    lost: Pin<Box<WaitForCancellationFutureOwned>>,
     begun: bool,
     finished: bool,
 }
 
 impl Generating {
-    pub(crate) const fn new(chunks: ChunkStream, seat: Seat, timer: StreamTimer) -> Self {
-        Self { chunks, seat: Some(seat), timer, begun: false, finished: false }
+    pub(crate) fn new(chunks: ChunkStream, seat: Seat, timer: StreamTimer) -> Self {
+        let lost = Box::pin(seat.engine().lost().cancelled_owned());
+        Self { chunks, seat: Some(seat), timer, lost, begun: false, finished: false }
     }
 
     fn take(&mut self, chunk: CompletionResponse) -> Result<CompletionResponse, Error> {
@@ -54,10 +58,11 @@ impl Stream for Generating {
             return Poll::Ready(None);
         }
         let item = match self.chunks.as_mut().poll_next(cx) {
-            Poll::Pending => {
+            Poll::Pending if self.lost.as_mut().poll(cx).is_pending() => {
                 self.timer.waits();
                 return Poll::Pending;
             }
+            Poll::Pending => self.seat.as_ref().map(|seat| Err(seat.engine().lost_error())),
             Poll::Ready(item) => item,
         };
         let item = match item {

@@ -21,7 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// Between two reports of its load.
 const REPORTS: Duration = Duration::from_millis(500);
 
-/// Watches one engine until told to stop.
+/// Watches one engine until it leaves the cluster or the router stops.
 pub(crate) async fn watch(
     engine: Arc<Engine>,
     placement: Arc<Placement>,
@@ -33,10 +33,12 @@ pub(crate) async fn watch(
         let look = look(&engine, &placement, &traffic, &mut last_report);
         tokio::select! {
             () = stop.cancelled() => return,
+            () = engine.left().cancelled() => return,
             () = look => {}
         }
         tokio::select! {
             () = stop.cancelled() => return,
+            () = engine.left().cancelled() => return,
             () = engine.look.notified() => {}
             () = sleep(INTERVAL) => {}
         }

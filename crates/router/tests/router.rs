@@ -11,6 +11,8 @@ mod cancel;
 mod failures;
 #[path = "router/headers.rs"]
 mod headers;
+#[path = "router/membership.rs"]
+mod membership;
 #[path = "router/patterns.rs"]
 mod patterns;
 #[path = "router/placing.rs"]

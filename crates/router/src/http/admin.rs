@@ -21,25 +21,31 @@ pub(crate) async fn set_pattern(
     State(service): State<Arc<RouterService>>,
     WholeBody(body): WholeBody,
 ) -> Result<Json<Value>, Failure> {
-    let mut fields = Fields::parse(&body)?;
-    let name = fields.string("name")?;
-    let ratio = fields.opt_f64("ratio")?;
-    if let Some((unknown, _)) = fields.rest().iter().find(|(name, _)| *name != "available") {
-        return Err(ApiError::bad_request(unknown, format!("{unknown} is no field of a pattern")).into());
-    }
-    let next = Pattern { name, ratio };
-    let before = service.patterns.set(&next).map_err(|error| {
-        let field = if service.patterns.names().contains(&next.name) { "ratio" } else { "name" };
-        ApiError::bad_request(field, error.to_string())
-    })?;
+    let next = read_pattern(Fields::parse(&body)?)?;
+    let before = service
+        .patterns
+        .set(&next)
+        .map_err(|error| ApiError::bad_request(error.field(), error.to_string()))?;
     service.metrics().pattern_changes.inc();
     info!(target: "audit", %before, after = %service.patterns.current(), "pattern changed");
     Ok(Json(shown(&service)))
 }
 
+/// Reads `{"name": …, parameter: value, …}`; a null is as good as absent, and so is the list that comes with `GET`.
+fn read_pattern(mut fields: Fields) -> Result<Pattern, ApiError> {
+    let mut pattern = Pattern::named(&fields.string("name")?);
+    for (name, value) in fields.rest() {
+        if name != "available" && !value.is_null() {
+            pattern = pattern.with(&name, value);
+        }
+    }
+    Ok(pattern)
+}
+
 fn shown(service: &RouterService) -> Value {
-    let Pattern { name, ratio } = service.patterns.current();
-    json!({"name": name, "ratio": ratio, "available": service.patterns.names()})
+    let mut shown = service.patterns.current().to_json();
+    shown["available"] = service.patterns.names().into();
+    shown
 }
 
 /// Returns the engines as the router sees them.

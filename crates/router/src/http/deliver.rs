@@ -37,15 +37,15 @@ impl Delivery {
     pub(crate) fn new(
         arrival: Instant,
         call: CallContext,
-        chosen: Chosen,
+        chosen: &Chosen,
         model: String,
         completion: &CompletionRequest,
         text: Option<String>,
         chat: bool,
     ) -> Self {
-        let pattern = chosen.pattern.to_string();
+        let pattern = chosen.text.clone();
         let answer = Answer::new(arrival, call, chosen.program.name(), pattern, model, completion, text);
-        Self { answer, program: chosen.program, stream: completion.stream, chat }
+        Self { answer, program: chosen.program.clone(), stream: completion.stream, chat }
     }
 }
 

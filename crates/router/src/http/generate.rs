@@ -19,6 +19,7 @@ use super::deliver::{self, Delivery};
 use super::headers::{self, RequestId};
 use super::respond::{Failure, WholeBody};
 use crate::attempts::in_time;
+use crate::client_headers::ClientHeaders;
 use crate::metrics::RequestRecord;
 use crate::pattern::Chosen;
 use crate::{Error, Request, RouterService, prompt};
@@ -33,7 +34,7 @@ pub(crate) async fn completions(
     headers: HeaderMap,
     WholeBody(body): WholeBody,
 ) -> Result<Response, Failure> {
-    Arrival::new(&service, id, &headers)?.serve(&service, body, Door::Completions).await
+    Arrival::new(&service, id, headers)?.serve(&service, body, Door::Completions).await
 }
 
 /// Answers the last message of a conversation.
@@ -43,7 +44,7 @@ pub(crate) async fn chat_completions(
     headers: HeaderMap,
     WholeBody(body): WholeBody,
 ) -> Result<Response, Failure> {
-    Arrival::new(&service, id, &headers)?.serve(&service, body, Door::Chats).await
+    Arrival::new(&service, id, headers)?.serve(&service, body, Door::Chats).await
 }
 
 /// Where a request came in, which says how it is read and answered.
@@ -57,7 +58,8 @@ enum Door {
 struct Arrival {
     at: Instant,
     call: CallContext,
-    chosen: Chosen,
+    headers: ClientHeaders,
+    chosen: Arc<Chosen>,
     record: RequestRecord,
 }
 
@@ -97,9 +99,9 @@ struct Read {
 }
 
 impl Arrival {
-    fn new(service: &RouterService, id: String, headers: &HeaderMap) -> Result<Self, Failure> {
+    fn new(service: &RouterService, id: String, headers: HeaderMap) -> Result<Self, Failure> {
         let at = Instant::now();
-        let asked = headers::pattern(headers)?;
+        let asked = headers::pattern(&headers)?;
         let chosen = service
             .patterns
             .choose(asked.as_ref())
@@ -107,16 +109,16 @@ impl Arrival {
         let record = RequestRecord::new(service.shared.metrics.clone(), chosen.program.name());
         let call = CallContext {
             request_id: Some(id),
-            traceparent: headers::traceparent(headers),
+            traceparent: headers::traceparent(&headers),
             deadline: Some(at + service.request_timeout),
-            wants_stats: headers::wants_stats(headers),
+            wants_stats: headers::wants_stats(&headers),
         };
-        Ok(Self { at, call, chosen, record })
+        Ok(Self { at, call, headers: ClientHeaders::keep(headers)?, chosen, record })
     }
 
     /// Serves the request, and counts it, whatever becomes of it.
     async fn serve(self, service: &Arc<RouterService>, body: Bytes, door: Door) -> Result<Response, Failure> {
-        let Self { at, mut call, chosen, mut record } = self;
+        let Self { at, mut call, headers, chosen, mut record } = self;
         let ready = async {
             if service.is_draining() {
                 let error = ApiError::unavailable("the router is draining", Duration::from_secs(1));
@@ -132,13 +134,13 @@ impl Arrival {
                 call.deadline = Some(at + timeout.min(service.request_timeout));
             }
             let read = in_time(&call, read(service, &call, asked)).await?;
-            let request = request(service, &read)?;
+            let request = request(service, &read)?.with_kept(headers);
             Ok::<_, Error>((slot, read, request))
         };
         match ready.await {
             Ok((slot, Read { completion, model, text, .. }, request)) => {
                 let chat = door == Door::Chats;
-                let delivery = Delivery::new(at, call, chosen, model.id, &completion, text, chat);
+                let delivery = Delivery::new(at, call, &chosen, model.id, &completion, text, chat);
                 Ok(deliver::deliver(service, request, delivery, record, slot).await)
             }
             Err(error) => {

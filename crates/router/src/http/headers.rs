@@ -86,9 +86,9 @@ mod tests {
     #[test]
     fn patterns() {
         assert_eq!(pattern(&HeaderMap::new()), Ok(None));
-        let balanced = Pattern { name: "balanced".into(), ratio: Some(0.25) };
+        let balanced = Pattern::named("balanced").with("", "0.25");
         assert_eq!(pattern(&with(&PATTERN, " balanced:0.25")), Ok(Some(balanced)));
-        let error = pattern(&with(&PATTERN, "balanced:x")).expect_err("no number");
+        let error = pattern(&with(&PATTERN, "balanced:0.1,x")).expect_err("no name");
         assert_eq!((error.status, error.param.as_deref()), (400, Some("x-microserving-pattern")));
     }
 }

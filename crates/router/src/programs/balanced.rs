@@ -1,8 +1,13 @@
 //! Prefill–decode disaggregation with part of the prefill moved to the decoding engine.
 
+use std::sync::Arc;
+
 use async_trait::async_trait;
 
-use crate::{Ctx, Error, Program, Request, TokenStream};
+use crate::{BadPattern, Ctx, Error, Parameter, Parameters, Program, ProgramFactory, Request, TokenStream};
+
+/// What part of a prompt is left to the decoding engine if nobody says.
+const DEFAULT_RATIO: f64 = 0.1;
 
 /// As [`crate::PrefillDecode`], but the decoding engine computes the last part of the prompt, so that long prompts do not leave it idle.
 ///
@@ -49,6 +54,39 @@ impl Program for Balanced {
         }
         drop(p);
         d.start_generate(request, decode_start).await
+    }
+}
+
+/// Makes [`Balanced`] programs: `balanced:0.25`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct BalancedFactory;
+
+impl ProgramFactory for BalancedFactory {
+    fn name(&self) -> &str {
+        "balanced"
+    }
+
+    fn parameters(&self) -> &[Parameter] {
+        static PARAMETERS: [Parameter; 1] = [Parameter::number(
+            "ratio",
+            DEFAULT_RATIO,
+            0.0,
+            1.0,
+            "The part of the prompt that is left to the decoding engine.",
+        )];
+        &PARAMETERS
+    }
+
+    fn about(&self) -> &str {
+        "One engine prefills, another decodes and prefills the last part of the prompt itself."
+    }
+
+    fn build(&self, parameters: &Parameters) -> Result<Arc<dyn Program>, BadPattern> {
+        let ratio = parameters.number("ratio")?;
+        match Balanced::new(ratio) {
+            Some(program) => Ok(Arc::new(program)),
+            None => Err(BadPattern::parameter("balanced", "ratio", format!("has the ratio {ratio}"))),
+        }
     }
 }
 

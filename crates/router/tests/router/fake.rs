@@ -445,7 +445,7 @@ impl World {
     /// Ends the router: nothing may be in flight, and all aborts go out.
     pub(crate) async fn end(self) {
         self.until("idle", || self.service.cluster().in_flight() == 0).await;
-        for engine in self.service.cluster().engines() {
+        for engine in self.service.cluster().engines().iter() {
             assert_eq!(engine.queued_tokens(), 0, "{}", engine.name());
         }
         let metrics = self.get("/metrics").await.body;

@@ -40,7 +40,7 @@ impl Front {
             .collect();
         let policies = [PlacementPolicy::RoundRobin, PlacementPolicy::LeastLoaded, PlacementPolicy::Prefix];
         let config = RouterConfig {
-            pattern: RouterPattern { name: "prefill_decode".into(), ratio: None },
+            pattern: RouterPattern::named("prefill_decode"),
             placement: policies[(world.seed % 3) as usize],
             request_timeout: world.options.lease * 4 + Duration::from_secs(8),
             randomness: Randomness::seeded(world.seed ^ number << 32),
