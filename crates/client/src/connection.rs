@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use bytes::{Buf, Bytes, BytesMut};
-use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::StatusCode;
+use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use hyper::body::{Body as HttpBody, Frame};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -111,7 +111,10 @@ impl Connection {
             match self.stream.read_buf(&mut self.buffer).await {
                 Ok(0) => {
                     let reason = "the connection was closed before an answer came";
-                    return Err(Broken { cause: io::Error::new(io::ErrorKind::UnexpectedEof, reason), silent });
+                    return Err(Broken {
+                        cause: io::Error::new(io::ErrorKind::UnexpectedEof, reason),
+                        silent,
+                    });
                 }
                 Ok(_) => {}
                 Err(cause) => return Err(Broken { cause, silent }),
@@ -173,7 +176,8 @@ impl Head {
     fn read_framing(&mut self) -> io::Result<()> {
         let lists = |name: HeaderName, word: &str| {
             let values = self.headers.get_all(name);
-            let mut words = values.iter().filter_map(|value| value.to_str().ok()).flat_map(|text| text.split(','));
+            let mut words =
+                values.iter().filter_map(|value| value.to_str().ok()).flat_map(|text| text.split(','));
             words.any(|part| part.trim().eq_ignore_ascii_case(word))
         };
         let closes = lists(header::CONNECTION, "close");

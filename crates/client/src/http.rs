@@ -162,7 +162,11 @@ impl HttpEngineClient {
         Ok(Box::pin(stream::once(async move { Ok(whole) })))
     }
 
-    pub(crate) async fn in_time<F: Future>(&self, cx: &CallContext, call: F) -> Result<F::Output, ClientError> {
+    pub(crate) async fn in_time<F: Future>(
+        &self,
+        cx: &CallContext,
+        call: F,
+    ) -> Result<F::Output, ClientError> {
         match cx.deadline {
             None => Ok(call.await),
             Some(deadline) => tokio::time::timeout_at(deadline, call)

@@ -183,13 +183,16 @@ impl RelayedEvents {
                     return Poll::Ready(Err(ClientError::Lost { engine: engine(), reason }));
                 }
                 (Err(error), _) => {
-                    return Poll::Ready(Err(ClientError::Lost { engine: engine(), reason: error.to_string() }));
+                    return Poll::Ready(Err(ClientError::Lost {
+                        engine: engine(),
+                        reason: error.to_string(),
+                    }));
                 }
             };
-            let part = self.cutter.push(bytes).map_err(|error| ClientError::Malformed {
-                engine: engine(),
-                reason: error.to_string(),
-            })?;
+            let part = self
+                .cutter
+                .push(bytes)
+                .map_err(|error| ClientError::Malformed { engine: engine(), reason: error.to_string() })?;
             if part.usage.is_some() {
                 self.state = State::Done;
             }

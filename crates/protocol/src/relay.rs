@@ -55,7 +55,8 @@ impl FromStr for RelayUsage {
 
     fn from_str(text: &str) -> Result<Self, RelayError> {
         let mut numbers = text.split_ascii_whitespace();
-        let mut next = || numbers.next().and_then(|number| number.parse::<u64>().ok()).ok_or(RelayError::Mark);
+        let mut next =
+            || numbers.next().and_then(|number| number.parse::<u64>().ok()).ok_or(RelayError::Mark);
         let mut small = || next().and_then(|number| u32::try_from(number).map_err(|_| RelayError::Mark));
         Ok(Self {
             prompt_tokens: small()?,

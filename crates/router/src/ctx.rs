@@ -61,11 +61,7 @@ impl Ctx {
     /// # Errors
     /// [`Error::NoEngine`] if every engine that may decode is down or has failed this request.
     pub fn decoder(&self, request: &Request) -> Result<Seat, Error> {
-        let mut engines = self.shared.cluster.decoders(request.model());
-        engines.retain(|engine| self.troubles.of(engine) != Some(Trouble::Failed));
-        if engines.iter().any(|engine| self.troubles.of(engine).is_none()) {
-            engines.retain(|engine| self.troubles.of(engine).is_none());
-        }
+        let engines = self.decoders(request);
         let choice = self.shared.placement.choose(Job::Decode, &engines, request, request.len());
         let choice = choice.ok_or(Error::NoEngine { job: "decode" })?;
         Ok(self.sit(choice, request.len()))
@@ -94,6 +90,56 @@ impl Ctx {
     #[must_use]
     pub fn seat(&self, engine: &Arc<Engine>, request: &Request) -> Seat {
         self.sit(Choice { engine: engine.clone(), hinted: 0 }, request.len())
+    }
+
+    /// Returns the engines that may decode a request now: those without trouble, or those that had no room if there is no other.
+    #[must_use]
+    pub fn decoders(&self, request: &Request) -> Vec<Arc<Engine>> {
+        self.without_trouble(self.shared.cluster.decoders(request.model()))
+    }
+
+    /// Returns the engines that may prefill a request for others now.
+    #[must_use]
+    pub fn prefillers(&self, request: &Request) -> Vec<Arc<Engine>> {
+        let mut engines = self.shared.cluster.prefillers(request.model());
+        engines.retain(|engine| self.troubles.of(engine) != Some(Trouble::Failed));
+        engines
+    }
+
+    /// Returns the engines that may serve a request now, whatever their roles.
+    #[must_use]
+    pub fn engines(&self, request: &Request) -> Vec<Arc<Engine>> {
+        let mut engines = self.shared.cluster.engines().to_vec();
+        engines.retain(|engine| engine.takes_requests() && engine.serves(request.model()));
+        self.without_trouble(engines)
+    }
+
+    /// Says whether one engine may send KV to another for this request: another one, with the same KV layout and room to receive.
+    #[must_use]
+    pub fn may_send(&self, sender: &Engine, receiver: &Engine) -> bool {
+        sender.number() != receiver.number()
+            && sender.exchanges_with(receiver)
+            && self.troubles.of(receiver).is_none()
+    }
+
+    /// Returns for each engine how many tokens of the prompt it probably holds. A hint: `prep_recv` answers what is really there.
+    #[must_use]
+    pub fn hints(&self, request: &Request, engines: &[Arc<Engine>]) -> Vec<u32> {
+        self.shared.placement.hints(engines, request)
+    }
+
+    /// Takes a seat on a given engine that has so many tokens of the prompt to compute.
+    #[must_use]
+    pub fn seat_for(&self, engine: &Arc<Engine>, tokens: u32) -> Seat {
+        self.sit(Choice { engine: engine.clone(), hinted: 0 }, tokens)
+    }
+
+    fn without_trouble(&self, mut engines: Vec<Arc<Engine>>) -> Vec<Arc<Engine>> {
+        engines.retain(|engine| self.troubles.of(engine) != Some(Trouble::Failed));
+        if engines.iter().any(|engine| self.troubles.of(engine).is_none()) {
+            engines.retain(|engine| self.troubles.of(engine).is_none());
+        }
+        engines
     }
 
     /// Returns the requests a second that arrive at this router, where serving one takes so long: the measure of a prior that early

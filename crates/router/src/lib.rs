@@ -1,7 +1,7 @@
 //! The router: every OpenAI request becomes a short program over the three MicroServing calls.
 //!
-//! - [`Program`] is an orchestration pattern: an async function over a [`Ctx`] and a [`Request`]. [`DataParallel`], [`PrefillDecode`] and
-//!   [`Balanced`] come with the crate; write your own beside them.
+//! - [`Program`] is an orchestration pattern: an async function over a [`Ctx`] and a [`Request`]. [`DataParallel`], [`PrefillDecode`],
+//!   [`Balanced`] and [`Adaptive`] come with the crate; write your own beside them.
 //! - [`Ctx`] finds engines: [`Ctx::decoder`] and [`Ctx::prefiller`] return a [`Seat`], a request's place on one engine, which is where the
 //!   calls are.
 //! - [`RouterService`] serves clients: it tokenises once, runs the program, tries again on other engines until the first token, and
@@ -90,7 +90,9 @@ pub use placement::{Placement, PlacementPolicy};
 pub use predict::{Outlook, Prediction, ProfileSource};
 pub use prefix::{HeldPrefix, PrefixIndex};
 pub use program::{Program, TokenStream};
-pub use programs::{Balanced, BalancedFactory, DataParallel, PrefillDecode};
+pub use programs::{
+    Adaptive, AdaptiveFactory, Balanced, BalancedFactory, DataParallel, PrefillDecode, Roles,
+};
 pub use prompt::PromptCodec;
 pub use request::Request;
 pub use seat::{Prepared, Seat};

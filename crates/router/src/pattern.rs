@@ -7,7 +7,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use serde_json::{Map, Value};
 
-use crate::programs::BalancedFactory;
+use crate::programs::{AdaptiveFactory, BalancedFactory};
 use crate::{DataParallel, Parameter, Parameters, PrefillDecode, Program};
 
 /// A pattern as configuration, headers and `PUT /admin/v1/pattern` name it: `prefill_decode`, `balanced:0.25`,
@@ -169,10 +169,11 @@ impl Patterns {
     /// # Errors
     /// If `current` is not one of them.
     pub fn new(current: &Pattern, more: Vec<Arc<dyn ProgramFactory>>) -> Result<Self, BadPattern> {
-        let own: [Arc<dyn ProgramFactory>; 3] = [
+        let own: [Arc<dyn ProgramFactory>; 4] = [
             Arc::new(Fixed(Arc::new(DataParallel))),
             Arc::new(Fixed(Arc::new(PrefillDecode))),
             Arc::new(BalancedFactory),
+            Arc::new(AdaptiveFactory),
         ];
         let mut factories = BTreeMap::new();
         for factory in own.into_iter().chain(more) {

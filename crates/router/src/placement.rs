@@ -103,6 +103,11 @@ impl Placement {
         Some(Choice { engine: candidates[chosen].clone(), hinted: held[chosen].0 })
     }
 
+    /// Returns for each candidate how many tokens of a request's prompt it probably holds.
+    pub(crate) fn hints(&self, candidates: &[Arc<Engine>], request: &Request) -> Vec<u32> {
+        self.held(candidates, request, request.len()).into_iter().map(|(tokens, _)| tokens).collect()
+    }
+
     /// Notes that an engine holds the first `end` tokens of a request now.
     pub(crate) fn note(&self, engine: &Engine, request: &Request, end: u32) {
         let Some(page_size) = engine.page_size() else { return };

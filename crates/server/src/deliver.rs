@@ -9,8 +9,8 @@ use bytes::Bytes;
 use futures::Stream;
 use http::HeaderValue;
 use microserving_protocol::{
-    ApiError, ChatStream, CompletionAssembler, CompletionChoice, CompletionResponse, FinishReason, RELAY_HEADER, RelayUsage,
-    ServingStats, Usage, chat_response, relay_end_mark, relay_mark,
+    ApiError, ChatStream, CompletionAssembler, CompletionChoice, CompletionResponse, FinishReason,
+    RELAY_HEADER, RelayUsage, ServingStats, Usage, chat_response, relay_end_mark, relay_mark,
 };
 
 use crate::answer::{Answer, Part};

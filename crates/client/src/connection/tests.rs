@@ -47,11 +47,17 @@ fn bodies_end_where_their_framing_says_however_they_are_cut() {
     for size in 1..=whole.len() {
         assert_eq!(body(chunks, whole, size).expect("a body"), ("hello, world\r\n!".into(), true), "{size}");
     }
-    assert_eq!(body(chunks, &whole[..whole.len() - 2], 3).expect("so far"), ("hello, world\r\n!".into(), false));
+    assert_eq!(
+        body(chunks, &whole[..whole.len() - 2], 3).expect("so far"),
+        ("hello, world\r\n!".into(), false)
+    );
     let length = "HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n";
     assert_eq!(body(length, b"hello", 2).expect("a body"), ("hello".into(), true));
     assert_eq!(body(length, b"hell", 2).expect("so far"), ("hell".into(), false));
-    assert_eq!(body("HTTP/1.1 200 OK\r\n\r\n", b"all of it", 4).expect("so far"), ("all of it".into(), false));
+    assert_eq!(
+        body("HTTP/1.1 200 OK\r\n\r\n", b"all of it", 4).expect("so far"),
+        ("all of it".into(), false)
+    );
     assert_eq!(body("HTTP/1.1 204 No\r\n\r\n", b"", 1).expect("none").0, "");
 }
 
@@ -66,7 +72,8 @@ fn what_is_no_http_is_an_error() {
         assert!(head(text).is_err(), "{text}");
     }
     let chunks = "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n";
-    for bytes in [&b"x\r\n"[..], b"-1\r\n", b"+1\r\na\r\n", b"\r\n", b"1\r\nab\r\n", b"fffffffffffffffff\r\n"] {
+    for bytes in [&b"x\r\n"[..], b"-1\r\n", b"+1\r\na\r\n", b"\r\n", b"1\r\nab\r\n", b"fffffffffffffffff\r\n"]
+    {
         assert!(body(chunks, bytes, 1).is_err(), "{:?}", String::from_utf8_lossy(bytes));
     }
     assert!(body(chunks, &[b'1'; 5000], 5000).is_err());

@@ -25,6 +25,9 @@ fn names_and_parameters() {
     for (text, expected) in [
         ("data_parallel", "data_parallel"),
         ("prefill_decode", "prefill_decode"),
+        ("adaptive", "adaptive:fixed"),
+        ("adaptive:roles=free", "adaptive:free"),
+        ("adaptive:x", r#"pattern "adaptive" has the roles "x", must be one of fixed, free"#),
         ("balanced", "balanced:0.1"),
         ("balanced:0.25", "balanced:0.25"),
         ("balanced:ratio=0.25", "balanced:0.25"),
@@ -39,8 +42,14 @@ fn names_and_parameters() {
         ("balanced:0.1,0.2", r#"pattern "balanced" has the parameter "0.2", must be written key=value"#),
         ("balanced:=1", r#"pattern "balanced" has the parameter "=1", must be written key=value"#),
         ("data_parallel:0.5", r#"pattern "data_parallel" takes no parameter, "0.5" was given"#),
-        ("", r#"pattern "" does not exist, must be one of balanced, data_parallel, prefill_decode"#),
-        ("x", r#"pattern "x" does not exist, must be one of balanced, data_parallel, prefill_decode"#),
+        (
+            "",
+            r#"pattern "" does not exist, must be one of adaptive, balanced, data_parallel, prefill_decode"#,
+        ),
+        (
+            "x",
+            r#"pattern "x" does not exist, must be one of adaptive, balanced, data_parallel, prefill_decode"#,
+        ),
     ] {
         assert_eq!(check(text), expected);
     }
@@ -147,7 +156,7 @@ fn programs_come_and_go_while_requests_keep_theirs() {
     assert_eq!(format!("{:?}", before.program), format!("{:?}", Balanced::new(0.5).expect("in range")));
     patterns.unregister("balanced").expect("not in use");
     assert_eq!(patterns.unregister("balanced").expect_err("gone").field(), "name");
-    assert_eq!(patterns.names(), ["data_parallel", "prefill_decode"]);
+    assert_eq!(patterns.names(), ["adaptive", "data_parallel", "prefill_decode"]);
 }
 
 #[test]

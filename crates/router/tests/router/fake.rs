@@ -66,6 +66,7 @@ struct Inner {
     prefill_cached: u32,
     incarnation: u64,
     load: u32,
+    first_token: Duration,
 }
 
 /// A scripted engine. Generates the letters a, b, c… one a chunk.
@@ -110,6 +111,10 @@ impl Fake {
 
     pub(crate) fn set_prefill_cached(&self, tokens: u32) {
         self.with(|inner| inner.prefill_cached = tokens);
+    }
+
+    pub(crate) fn set_first_token(&self, after: Duration) {
+        self.with(|inner| inner.first_token = after);
     }
 
     pub(crate) fn set_load(&self, requests: u32) {
@@ -251,6 +256,10 @@ impl EngineCalls for Fake {
         self.note("start_generate", cx, serde_json::to_value(request).expect("serialises"));
         let (act, matched) = self.with(|inner| (inner.generate.pop_front(), inner.matched));
         let act = self.act(cx, act).await?;
+        let first_token = self.with(|inner| inner.first_token);
+        if !first_token.is_zero() {
+            tokio::time::sleep(first_token).await;
+        }
         Ok(self.chunks(&request.completion, &act, matched))
     }
 

@@ -151,7 +151,7 @@ async fn the_pattern_changes_while_requests_run() {
     let answer = world.get("/admin/v1/pattern").await.json();
     assert_eq!(
         answer,
-        json!({"name": "data_parallel", "available": ["balanced", "data_parallel", "prefill_decode"]})
+        json!({"name": "data_parallel", "available": ["adaptive", "balanced", "data_parallel", "prefill_decode"]})
     );
     let changed = world.call("PUT", "/admin/v1/pattern", &[], r#"{"name":"balanced","ratio":0.5}"#).await;
     assert_eq!((changed.status.as_u16(), &changed.json()["ratio"]), (200, &json!(0.5)));
@@ -172,5 +172,70 @@ async fn the_pattern_changes_while_requests_run() {
         assert_eq!(answer.json()["error"]["param"], param, "{body}");
     }
     assert_eq!(world.get("/admin/v1/pattern").await.json()["name"], "balanced");
+    world.end().await;
+}
+
+/// Profile of engines that prefill 1000 tokens a second and take 10 ms for a step.
+fn slow_to_prefill(config: &mut microserving_router::RouterConfig) {
+    let profile = br#"{"version": 1,
+        "prefill": {"new_tokens": [1, 1000], "context": [0], "seconds": [[0.011], [1.0]]},
+        "decode": {"sequences": [1, 100], "context": [0], "seconds": [[0.01], [0.02]]},
+        "riding": {"new_tokens": [1, 1000], "sequences": [1], "seconds": [[0.001], [1.0]]},
+        "links": {"any": {"fixed_seconds": 0.001, "seconds_per_token": 0.00001}}}"#;
+    let profile = microserving_cost::Profile::from_json(profile).expect("a profile");
+    config.profile = Some(std::sync::Arc::new(profile));
+}
+
+#[tokio::test(start_paused = true)]
+async fn adaptive_prefills_elsewhere_while_others_decode() {
+    let (p, d) = (Fake::new("p"), Fake::new("d"));
+    let specs = [(&p, Role::Prefill), (&d, Role::Decode)];
+    let world = World::with(&specs, "adaptive", slow_to_prefill).await;
+    assert_eq!(world.complete(&format!(r#"{{"prompt":{}}}"#, tokens(900))).await.text(), "abc");
+    let alone = d.calls();
+    // Four streams that a prefill on D would stall.
+    let mut streams = Vec::new();
+    for _ in 0..4 {
+        d.on_generate(Act::HangAfter(2));
+        let request = axum::http::Request::post("/v1/completions")
+            .body(axum::body::Body::from(r#"{"prompt":[1,2,3],"stream":true}"#))
+            .expect("a request");
+        streams.push(tower::ServiceExt::oneshot(world.app(), request).await.expect("infallible"));
+    }
+    d.set_matched(8);
+    let other: Vec<u32> = (5000..5800).collect();
+    let answer = world.complete(&format!(r#"{{"prompt":{other:?}}}"#)).await;
+    assert_eq!(
+        (answer.text().as_str(), &answer.headers["x-microserving-pattern"]),
+        ("abc", &"adaptive:fixed".parse().unwrap())
+    );
+    assert_eq!(d.calls()[alone.len() + 4..], ["prep_recv", "start_generate"]);
+    assert_eq!(p.last("remote_send").body["begin"], 8, "the truth replaces the hint");
+    assert_eq!(p.last("remote_send").body["end"], d.last("prep_recv").body["end"]);
+    assert_eq!(d.last("start_generate").body["begin"], d.last("prep_recv").body["end"]);
+    // A short prompt is not worth a second engine.
+    let before = p.calls().len();
+    assert_eq!(world.complete(r#"{"prompt":[7,8,9]}"#).await.text(), "abc");
+    assert_eq!((p.calls().len(), d.calls().last()), (before, Some(&"start_generate")));
+    drop(streams);
+    world.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn predictions_follow_what_engines_take() {
+    let a = Fake::new("a");
+    let world = World::with(&[(&a, Role::Any)], "data_parallel", slow_to_prefill).await;
+    let metrics = world.get("/metrics").await.body;
+    let line = r#"microserving_router_prediction_ratio{engine="a",phase="prefill"} "#;
+    assert!(metrics.contains(&format!("{line}1.0")), "{metrics}");
+    a.set_first_token(std::time::Duration::from_secs(2));
+    for start in 0..3 {
+        let tokens: Vec<u32> = (start * 2000..start * 2000 + 500).collect();
+        world.complete(&format!(r#"{{"prompt":{tokens:?}}}"#)).await;
+    }
+    let metrics = world.get("/metrics").await.body;
+    let ratio = metrics.lines().find_map(|found| found.strip_prefix(line)).expect("a ratio");
+    let ratio: f64 = ratio.parse().expect("a number");
+    assert!((3.5..4.5).contains(&ratio), "500 tokens take two seconds instead of half of one: {ratio}");
     world.end().await;
 }

@@ -44,12 +44,8 @@ pub(crate) async fn start_generate(
         Some(key) => key.seq_id.to_string(),
         None => format!("cmpl-{}", crate::random::hex_id()),
     };
-    let delivery = Delivery {
-        stream: params.stream,
-        include_usage: params.include_usage,
-        chat: false,
-        relay: false,
-    };
+    let delivery =
+        Delivery { stream: params.stream, include_usage: params.include_usage, chat: false, relay: false };
     let generation = Generation {
         id,
         key,

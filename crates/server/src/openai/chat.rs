@@ -33,8 +33,7 @@ pub(crate) async fn chat_completions(
     let prompt = prompt::chat_tokens(&app, request.messages).await?;
     let generated_from = prompt::len(&prompt)?;
     let relay = wants_marks(&headers);
-    let delivery =
-        Delivery { stream: params.stream, include_usage: params.include_usage, chat: true, relay };
+    let delivery = Delivery { stream: params.stream, include_usage: params.include_usage, chat: true, relay };
     let generation = Generation {
         id: format!("cmpl-{}", crate::random::hex_id()),
         key: None,
