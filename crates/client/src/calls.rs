@@ -12,7 +12,7 @@ use microserving_protocol::{
     RemoteSendResponse, StartGenerateRequest, StateView,
 };
 
-use crate::{CallContext, ClientError, Door, Relayed};
+use crate::{CallContext, ClientError, Door, EngineKind, Relayed, Written};
 
 /// The chunks of a completion. Ends after the last chunk, or with one error; dropping it cancels the generation.
 pub type ChunkStream = Pin<Box<dyn Stream<Item = Result<CompletionResponse, ClientError>> + Send>>;
@@ -28,6 +28,16 @@ pub type KvEventStream = Pin<Box<dyn Stream<Item = Result<KvEvent, ClientError>>
 pub trait EngineCalls: Send + Sync + fmt::Debug {
     /// Returns the engine's name for logs and metrics: where it is reached.
     fn name(&self) -> &str;
+
+    /// Returns what kind of server it is. Changes nothing.
+    fn kind(&self) -> EngineKind {
+        EngineKind::Microserving
+    }
+
+    /// Says whether its operator vouches that it may answer beside engines of other kinds that serve its model's name.
+    fn vouched(&self) -> bool {
+        false
+    }
 
     /// Matches a prompt in the engine's context cache and reserves pages for the rest. Changes state: a leased reservation.
     async fn prep_recv(
@@ -49,6 +59,20 @@ pub trait EngineCalls: Send + Sync + fmt::Debug {
         cx: &CallContext,
         request: &StartGenerateRequest,
     ) -> Result<ChunkStream, ClientError>;
+
+    /// Generates from a prompt for which nothing was prepared here: data parallel.
+    ///
+    /// `written` is the request as its client wrote it, for engines that take no token ids; `request` may have an empty prompt beside
+    /// it.
+    async fn generate(
+        &self,
+        cx: &CallContext,
+        request: &StartGenerateRequest,
+        written: Option<&Written>,
+    ) -> Result<ChunkStream, ClientError> {
+        let _ = written;
+        self.start_generate(cx, request).await
+    }
 
     /// Gives a sequence up. Idempotent.
     async fn abort(&self, cx: &CallContext, request: &AbortRequest) -> Result<AbortResponse, ClientError>;

@@ -48,6 +48,14 @@ pub enum ClientError {
         /// The engine.
         engine: String,
     },
+    /// It is of a kind that cannot do this; nothing was sent.
+    #[error("{engine} cannot do {call}")]
+    Unsupported {
+        /// The engine.
+        engine: String,
+        /// What was asked of it.
+        call: &'static str,
+    },
     /// The answer is not what the protocol says.
     #[error("{engine} gave a malformed answer: {reason}")]
     Malformed {
@@ -71,7 +79,7 @@ impl ClientError {
         match self {
             Self::Unreachable { .. } | Self::Lost { .. } | Self::Malformed { .. } => true,
             Self::Refused { error, .. } => matches!(error.status, 500 | 502 | 503),
-            Self::Timeout { .. } => false,
+            Self::Timeout { .. } | Self::Unsupported { .. } => false,
         }
     }
 
@@ -86,6 +94,7 @@ impl ClientError {
             Self::Refused { error, .. } => (**error).clone(),
             Self::Timeout { .. } => ApiError::timeout(self.to_string()),
             Self::Malformed { .. } => ApiError::new(502, self.to_string()),
+            Self::Unsupported { .. } => ApiError::new(501, self.to_string()),
         }
     }
 }

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use futures::stream;
-use http::{HeaderMap, HeaderValue, Method, Request, Response, Uri, header};
+use futures::stream::{self, BoxStream};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, header};
 use http_body_util::{BodyExt, Limited};
 use microserving_protocol::{
     AbortRequest, AbortResponse, ApiError, CommitRequest, CommitResponse, CompletionRequest,
@@ -17,7 +17,9 @@ use microserving_protocol::{
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::address::checked_url;
 use crate::connection::Body;
+use crate::foreign::Answer;
 use crate::pool::Pool;
 use crate::relay::{Door, Relayed};
 use crate::stream::EventStream;
@@ -46,19 +48,9 @@ impl HttpEngineClient {
     /// If `url` is not `http://host:port`, possibly with a path that goes before those of the calls.
     pub fn new(url: &str) -> Result<Self, BadUrl> {
         let bad = |reason: String| BadUrl { url: url.to_owned(), reason };
-        let base = url.trim_end_matches('/');
-        let uri: Uri = base.parse().map_err(|error: http::uri::InvalidUri| bad(error.to_string()))?;
-        if uri.scheme_str() != Some("http") {
-            return Err(bad("must begin with http://".into()));
-        }
-        if uri.host().is_none_or(str::is_empty) {
-            return Err(bad("has no host".into()));
-        }
-        if uri.query().is_some() {
-            return Err(bad("must have no query".into()));
-        }
-        let pool = Pool::new(base).ok_or_else(|| bad("has no host".into()))?;
-        Ok(Self { base: base.to_owned(), pool: Arc::new(pool) })
+        let base = checked_url(url).map_err(bad)?;
+        let pool = Pool::new(&base).ok_or_else(|| bad("has no host".into()))?;
+        Ok(Self { base, pool: Arc::new(pool) })
     }
 
     fn request(
@@ -130,7 +122,7 @@ impl HttpEngineClient {
         serde_json::from_slice(&body).map_err(|error| self.malformed(format!("{path}: {error}")))
     }
 
-    async fn post<T: DeserializeOwned>(
+    pub(crate) async fn post<T: DeserializeOwned>(
         &self,
         cx: &CallContext,
         path: &str,
@@ -150,6 +142,26 @@ impl HttpEngineClient {
         path: &str,
         body: &(impl Serialize + Sync),
     ) -> Result<ChunkStream, ClientError> {
+        self.items::<CompletionResponse>(cx, path, body).await
+    }
+
+    /// As engines of other makes answer.
+    pub(crate) async fn answers(
+        &self,
+        cx: &CallContext,
+        path: &str,
+        body: &(impl Serialize + Sync),
+    ) -> Result<BoxStream<'static, Result<Answer, ClientError>>, ClientError> {
+        self.items(cx, path, body).await
+    }
+
+    /// Returns the events of an answer, or the answer if it is in one piece.
+    async fn items<T: DeserializeOwned + Send + 'static>(
+        &self,
+        cx: &CallContext,
+        path: &str,
+        body: &(impl Serialize + Sync),
+    ) -> Result<BoxStream<'static, Result<T, ClientError>>, ClientError> {
         let body = self.encode(body)?;
         let answer = self.send(cx, Method::POST, path, Some(body)).await?;
         if is_event_stream(&answer) {
@@ -157,9 +169,15 @@ impl HttpEngineClient {
             return Ok(Box::pin(events.into_events()));
         }
         let body = self.body(cx, answer).await?;
-        let whole: CompletionResponse =
+        let whole: T =
             serde_json::from_slice(&body).map_err(|error| self.malformed(format!("{path}: {error}")))?;
         Ok(Box::pin(stream::once(async move { Ok(whole) })))
+    }
+
+    /// Asks a path for a status and nothing else.
+    pub(crate) async fn healthy(&self, cx: &CallContext, path: &str) -> Result<(), ClientError> {
+        let answer = self.send(cx, Method::GET, path, None).await?;
+        self.body(cx, answer).await.map(|_| ())
     }
 
     pub(crate) async fn in_time<F: Future>(
@@ -244,8 +262,7 @@ impl EngineCalls for HttpEngineClient {
     }
 
     async fn ready(&self, cx: &CallContext) -> Result<(), ClientError> {
-        let answer = self.send(cx, Method::GET, "/health/ready", None).await?;
-        self.body(cx, answer).await.map(|_| ())
+        self.healthy(cx, "/health/ready").await
     }
 
     async fn profile(&self, cx: &CallContext) -> Result<Option<serde_json::Value>, ClientError> {

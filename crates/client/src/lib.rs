@@ -3,6 +3,8 @@
 //! - [`EngineCalls`] is an engine as a router sees it; object safe, so that programs run over HTTP, over an engine in the same
 //!   process and over scripted engines in tests alike.
 //! - [`HttpEngineClient`] is the implementation over HTTP/1.1 and JSON.
+//! - [`EngineAddress`] says where an engine is and what [`EngineKind`] it is: one of ours, a server of MLC-LLM ([`MlcEngineClient`]), or
+//!   any that speaks OpenAI's API ([`OpenAiEngineClient`]).
 //! - [`CallContext`] carries what every call of one request shares: its id, its trace, its deadline.
 //! - [`ClientError`] says how a call failed, by what the caller can do about it.
 //!
@@ -33,17 +35,28 @@
 //! # }
 //! ```
 
+mod address;
 mod calls;
 mod connection;
 mod context;
 mod error;
+mod foreign;
 mod http;
+mod kind;
+mod mlc;
+mod openai;
 mod pool;
 mod relay;
 mod stream;
+mod written;
 
+pub use address::EngineAddress;
 pub use calls::{ChunkStream, EngineCalls, KvEventStream};
 pub use context::CallContext;
 pub use error::{BadUrl, ClientError};
 pub use http::HttpEngineClient;
+pub use kind::{BadKind, EngineKind};
+pub use mlc::MlcEngineClient;
+pub use openai::OpenAiEngineClient;
 pub use relay::{Door, RelayStream, Relayed, relayed_fault};
+pub use written::Written;

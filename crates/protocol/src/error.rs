@@ -192,12 +192,35 @@ impl ApiError {
     #[must_use]
     pub fn from_body(status: u16, body: &[u8]) -> Self {
         if let Ok(value) = serde_json::from_slice::<serde_json::Value>(body)
-            && let Some(error) = Self::from_value(status, &value)
+            && let Some(error) =
+                Self::from_value(status, &value).or_else(|| Self::from_others(status, &value))
         {
             return error;
         }
         let text: String = String::from_utf8_lossy(body).chars().take(500).collect();
         Self::new(status, if text.is_empty() { format!("status {status} without a body") } else { text })
+    }
+
+    /// Reads the bodies of servers that write errors in their own way: OpenAI's fields without the object around them, the same once more as
+    /// a string (MLC-LLM), and a list of fields at fault under `detail` (FastAPI).
+    fn from_others(status: u16, value: &serde_json::Value) -> Option<Self> {
+        if let Some(text) = value.as_str() {
+            let inner =
+                serde_json::from_str::<serde_json::Value>(text).ok().filter(|inner| !inner.is_string())?;
+            return Self::from_value(status, &inner).or_else(|| Self::from_others(status, &inner));
+        }
+        if let Some(detail) = value.get("detail").and_then(|detail| detail.get(0)) {
+            let message = detail.get("msg")?.as_str()?;
+            let place =
+                detail.get("loc").and_then(|place| place.as_array()).map(Vec::as_slice).unwrap_or_default();
+            let field = place.iter().skip(1).filter_map(|part| part.as_str()).collect::<Vec<_>>().join(".");
+            if field.is_empty() {
+                return Some(Self::new(status, message));
+            }
+            return Some(Self::new(status, format!("{field}: {message}")).with_param(field));
+        }
+        value.get("message").filter(|message| message.is_string())?;
+        Self::from_value(status, &serde_json::json!({"error": value}))
     }
 
     /// Reads `{"error": {...}}`, as a body or as an event of a stream; `None` if `value` is not that.
@@ -296,5 +319,23 @@ mod tests {
             ApiError::from_body(500, br#"{"error":{"message":"m","code":7}}"#).code.as_deref(),
             Some("7")
         );
+        for (body, message, param) in [
+            (r#"{"object":"error","message":"m","type":"t","param":"p","code":400}"#, "m", Some("p")),
+            (r#""{\"object\":\"error\",\"message\":\"m\",\"code\":400}""#, "m", None),
+            (
+                r#"{"detail":[{"loc":["body","debug_config","x"],"msg":"m","type":"t"}]}"#,
+                "debug_config.x: m",
+                Some("debug_config.x"),
+            ),
+            (r#"{"detail":"Not Found"}"#, r#"{"detail":"Not Found"}"#, None),
+            (r#""text""#, r#""text""#, None),
+        ] {
+            let error = ApiError::from_body(400, body.as_bytes());
+            assert_eq!(
+                (error.status, error.message.as_str(), error.param.as_deref()),
+                (400, message, param),
+                "{body}"
+            );
+        }
     }
 }

@@ -29,7 +29,7 @@ pub(crate) async fn open(
     request: &Request,
     call: &CallContext,
 ) -> Result<Opened, Error> {
-    let mut attempts = Attempts::new(shared, request, call);
+    let mut attempts = Attempts::new(shared, program, request, call);
     loop {
         let ctx = attempts.next();
         match in_time(call, first_chunk(program, &ctx, request)).await {
@@ -47,7 +47,7 @@ pub(crate) async fn collect(
     call: &CallContext,
     mut on_chunk: impl FnMut(),
 ) -> Result<(CompletionResponse, StatsCell), Error> {
-    let mut attempts = Attempts::new(shared, request, call);
+    let mut attempts = Attempts::new(shared, program, request, call);
     loop {
         let ctx = attempts.next();
         match in_time(call, whole(program, &ctx, request, &mut on_chunk)).await {
@@ -97,6 +97,7 @@ pub(crate) async fn in_time<T>(
 
 struct Attempts<'a> {
     shared: &'a Shared,
+    program: &'a dyn Program,
     request: &'a Request,
     call: &'a CallContext,
     made: u32,
@@ -105,9 +106,14 @@ struct Attempts<'a> {
 }
 
 impl<'a> Attempts<'a> {
-    fn new(shared: &'a Shared, request: &'a Request, call: &'a CallContext) -> Self {
+    fn new(
+        shared: &'a Shared,
+        program: &'a dyn Program,
+        request: &'a Request,
+        call: &'a CallContext,
+    ) -> Self {
         shared.traffic.arrive();
-        Self { shared, request, call, made: 0, troubles: Troubles::default(), last: None }
+        Self { shared, program, request, call, made: 0, troubles: Troubles::default(), last: None }
     }
 
     fn next(&mut self) -> Ctx {
@@ -119,6 +125,7 @@ impl<'a> Attempts<'a> {
             attempt,
             troubles: self.troubles.clone(),
             stats: StatsCell::default(),
+            moves_kv: self.program.moves_kv(),
         }
     }
 

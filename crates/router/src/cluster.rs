@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, PoisonError, RwLock};
 
+use microserving_client::EngineKind;
 use microserving_protocol::ModelCard;
 
 use crate::{Engine, EngineSpec, Role};
@@ -93,6 +94,32 @@ impl Cluster {
             }
         }
         models
+    }
+
+    /// Returns the kinds of the ready engines that serve a model, each once.
+    #[must_use]
+    pub fn kinds(&self, model: &str) -> Vec<EngineKind> {
+        let mut kinds = Vec::new();
+        for engine in self.engines().iter() {
+            let kind = engine.kind();
+            if engine.takes_requests() && !kinds.contains(&kind) && engine.serves(Some(model)) {
+                kinds.push(kind);
+            }
+        }
+        kinds
+    }
+
+    /// Returns an engine of another kind that serves a model under the same name, so that `engine` must not: nobody has said that they are the
+    /// same model with the same tokenizer. Of two kinds, the one that can do more keeps the name.
+    pub(crate) fn rival(&self, engine: &Engine) -> Option<(String, Arc<Engine>)> {
+        if engine.kind().is_ours() || engine.calls().vouched() {
+            return None;
+        }
+        let models = engine.models();
+        self.engines().iter().filter(|other| other.kind() < engine.kind()).find_map(|other| {
+            let shared = models.iter().find(|card| other.serves(Some(&card.id)))?;
+            Some((shared.id.clone(), other.clone()))
+        })
     }
 
     /// Returns how many engines get requests now.

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use microserving_client::CallContext;
+use microserving_client::{CallContext, EngineKind};
 use microserving_protocol::{Attempt, CallOptions};
 
 use crate::abort::AbortQueue;
@@ -53,6 +53,15 @@ pub struct Ctx {
     pub(crate) attempt: Attempt,
     pub(crate) troubles: Troubles,
     pub(crate) stats: StatsCell,
+    /// The program would move KV.
+    pub(crate) moves_kv: bool,
+}
+
+/// Says whether KV can be moved to an engine for this request.
+fn can_move(engine: &Engine, request: &Request) -> bool {
+    // MLC-LLM forks the choices of one request when it prefills, and what it prefills here is only the end of the prompt.
+    let forks = engine.kind() == EngineKind::Mlc && request.params().n > 1;
+    engine.kind().moves_kv() && request.has_tokens() && !forks
 }
 
 impl Ctx {
@@ -73,7 +82,7 @@ impl Ctx {
     /// alone serves any request.
     #[must_use]
     pub fn prefiller(&self, request: &Request, decoder: &Seat) -> Option<Seat> {
-        if self.troubles.of(decoder.engine()).is_some() {
+        if self.troubles.of(decoder.engine()).is_some() || !can_move(decoder.engine(), request) {
             return None;
         }
         let mut engines = self.shared.cluster.prefillers(request.model());
@@ -95,7 +104,7 @@ impl Ctx {
     /// Returns the engines that may decode a request now: those without trouble, or those that had no room if there is no other.
     #[must_use]
     pub fn decoders(&self, request: &Request) -> Vec<Arc<Engine>> {
-        self.without_trouble(self.shared.cluster.decoders(request.model()))
+        self.fitting(request, self.shared.cluster.decoders(request.model()))
     }
 
     /// Returns the engines that may prefill a request for others now.
@@ -111,13 +120,14 @@ impl Ctx {
     pub fn engines(&self, request: &Request) -> Vec<Arc<Engine>> {
         let mut engines = self.shared.cluster.engines().to_vec();
         engines.retain(|engine| engine.takes_requests() && engine.serves(request.model()));
-        self.without_trouble(engines)
+        self.fitting(request, engines)
     }
 
     /// Says whether one engine may send KV to another for this request: another one, with the same KV layout and room to receive.
     #[must_use]
-    pub fn may_send(&self, sender: &Engine, receiver: &Engine) -> bool {
+    pub fn may_send(&self, request: &Request, sender: &Engine, receiver: &Engine) -> bool {
         sender.number() != receiver.number()
+            && can_move(receiver, request)
             && sender.exchanges_with(receiver)
             && self.troubles.of(receiver).is_none()
     }
@@ -134,10 +144,14 @@ impl Ctx {
         self.sit(Choice { engine: engine.clone(), hinted: 0 }, tokens)
     }
 
-    fn without_trouble(&self, mut engines: Vec<Arc<Engine>>) -> Vec<Arc<Engine>> {
-        engines.retain(|engine| self.troubles.of(engine) != Some(Trouble::Failed));
+    fn fitting(&self, request: &Request, mut engines: Vec<Arc<Engine>>) -> Vec<Arc<Engine>> {
+        engines.retain(|engine| engine.takes(request) && self.troubles.of(engine) != Some(Trouble::Failed));
         if engines.iter().any(|engine| self.troubles.of(engine).is_none()) {
             engines.retain(|engine| self.troubles.of(engine).is_none());
+        }
+        // What cannot receive KV is the second choice of a pattern that moves it.
+        if self.moves_kv && engines.iter().any(|engine| engine.kind().moves_kv()) {
+            engines.retain(|engine| engine.kind().moves_kv());
         }
         engines
     }

@@ -4,14 +4,17 @@ use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use microserving_client::{ClientError, EngineCalls};
+use microserving_client::{BadUrl, ClientError, EngineAddress, EngineCalls, EngineKind};
 use microserving_protocol::{ModelCard, StateView};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::Outlook;
 use crate::predict::{Costs, ProfileSource};
+use crate::{Outlook, Request};
+
+/// Tokens in a page of the prefixes that an engine which does not tell its page size is believed to hold.
+const FOREIGN_PAGE_SIZE: u32 = 16;
 
 /// What an engine is used for. Any engine can do everything; a role is the operator's wish.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -81,6 +84,14 @@ impl EngineSpec {
     pub const fn with_weight(mut self, weight: f64) -> Self {
         self.weight = weight;
         self
+    }
+
+    /// Describes the engine at an address, whatever its kind.
+    ///
+    /// # Errors
+    /// If its URL is none.
+    pub fn at(address: &EngineAddress, role: Role) -> Result<Self, BadUrl> {
+        Ok(Self { recv_rank: address.recv_rank, ..Self::new(address.connect()?, role) })
     }
 }
 
@@ -170,6 +181,12 @@ impl Engine {
     #[must_use]
     pub fn name(&self) -> &str {
         self.calls.name()
+    }
+
+    /// Returns what kind of server it is.
+    #[must_use]
+    pub fn kind(&self) -> EngineKind {
+        self.calls.kind()
     }
 
     /// Returns what it is used for.
@@ -351,21 +368,38 @@ impl Engine {
         self.with_seen(|seen| seen.state.clone())
     }
 
-    /// Returns the tokens in a page, once it has reported.
+    /// Returns the tokens in a page, once it has reported; engines of other makes never do, so a usual size stands for theirs.
     #[must_use]
     pub fn page_size(&self) -> Option<u32> {
+        if !self.kind().is_ours() {
+            return Some(FOREIGN_PAGE_SIZE);
+        }
         self.with_seen(|seen| seen.state.as_ref().map(|state| state.page_size))
     }
 
-    /// Says whether KV may go from one to the other: as far as both have reported, their layouts are the same.
+    /// Says whether KV may go from one to the other: they are of one kind, which moves KV, and as far as both have reported, their layouts
+    /// are the same.
     #[must_use]
     pub fn exchanges_with(&self, other: &Self) -> bool {
         let layout = |engine: &Self| {
             engine.with_seen(|seen| seen.state.as_ref().map(|state| state.layout_fingerprint.clone()))
         };
+        if self.kind() != other.kind() || !self.kind().moves_kv() {
+            return false;
+        }
         match (layout(self), layout(other)) {
             (Some(a), Some(b)) => a == b,
             _ => true,
+        }
+    }
+
+    /// Says whether it can serve a request alone: one that has no tokens, or none but tokens, is not for every kind.
+    #[must_use]
+    pub fn takes(&self, request: &Request) -> bool {
+        match self.kind() {
+            EngineKind::Microserving => request.has_tokens(),
+            EngineKind::Mlc => request.has_tokens() || request.written().is_some(),
+            EngineKind::OpenAi => request.written().is_some(),
         }
     }
 

@@ -83,6 +83,7 @@ impl Error {
                 ClientError::Lost { .. } => "lost",
                 ClientError::Refused { .. } => "refused",
                 ClientError::Timeout { .. } => "timeout",
+                ClientError::Unsupported { .. } => "unsupported",
                 _ => "malformed",
             },
             Self::NoEngine { .. } | Self::NotReady { .. } => "no_engine",

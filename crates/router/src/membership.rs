@@ -88,8 +88,7 @@ impl RouterService {
     /// Starts what goes on beside an engine for as long as it is in the cluster.
     pub(crate) fn follow(&self, engine: &Arc<Engine>) {
         let stop = self.spawner.stop().clone();
-        let shared = &self.shared;
-        self.spawner.spawn(watch(engine.clone(), shared.placement.clone(), shared.traffic.clone(), stop));
+        self.spawner.spawn(watch(engine.clone(), self.shared.clone(), stop));
     }
 }
 

@@ -231,6 +231,7 @@ impl Metrics {
             Some(ClientError::Unreachable { .. }) => "unreachable".to_owned(),
             Some(ClientError::Lost { .. }) => "lost".to_owned(),
             Some(ClientError::Timeout { .. }) => "timeout".to_owned(),
+            Some(ClientError::Unsupported { .. }) => "unsupported".to_owned(),
             Some(ClientError::Refused { error, .. }) => error.status.to_string(),
             Some(_) => "malformed".to_owned(),
         };

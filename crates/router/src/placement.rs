@@ -111,8 +111,9 @@ impl Placement {
     /// Notes that an engine holds the first `end` tokens of a request now.
     pub(crate) fn note(&self, engine: &Engine, request: &Request, end: u32) {
         let Some(page_size) = engine.page_size() else { return };
-        let end = (end as usize).min(request.tokens().len());
-        let chain = page_hashes(request.cache_salt(), &request.tokens()[..end], page_size);
+        let keys = request.placement_keys();
+        let end = (end as usize).min(keys.len());
+        let chain = page_hashes(request.cache_salt(), &keys[..end], page_size);
         self.index().insert(Instant::now(), engine.number(), &chain);
     }
 
@@ -126,8 +127,9 @@ impl Placement {
         let Some(page_size) = candidates.iter().find_map(|engine| engine.page_size()) else {
             return vec![(0, None); candidates.len()];
         };
-        let end = (end as usize).min(request.tokens().len());
-        let chain = page_hashes(request.cache_salt(), &request.tokens()[..end], page_size);
+        let keys = request.placement_keys();
+        let end = (end as usize).min(keys.len());
+        let chain = page_hashes(request.cache_salt(), &keys[..end], page_size);
         let numbers: Vec<u32> = candidates.iter().map(|engine| engine.number()).collect();
         let held = self.index().held(Instant::now(), &numbers, &chain);
         let tokens = |pages: usize| u32::try_from(pages).unwrap_or(u32::MAX).saturating_mul(page_size);

@@ -19,6 +19,11 @@ pub trait Program: Send + Sync + fmt::Debug {
     /// Returns the name that configuration and headers know it by.
     fn name(&self) -> &str;
 
+    /// Says whether the program moves KV between engines where it can: engines that cannot receive any are then its second choice.
+    fn moves_kv(&self) -> bool {
+        true
+    }
+
     /// Serves a request up to the beginning of its stream.
     ///
     /// It may be called again for the same request, with a context of a higher attempt, until a first chunk has come. Dropping

@@ -91,6 +91,11 @@ impl Codecs {
         Self { given, ..Self::default() }
     }
 
+    /// Says whether one codec was given for all models.
+    pub(crate) const fn is_given(&self) -> bool {
+        self.given.is_some()
+    }
+
     /// Returns a model's codec. While one request fetches it, the others wait for it.
     pub(crate) async fn get(
         &self,
@@ -113,6 +118,13 @@ async fn fetch(cluster: &Cluster, cx: &CallContext, model: &str) -> Result<Arc<d
     let mut last = Error::NoEngine { job: "give its tokenizer" };
     let mut engines = cluster.decoders(Some(model));
     engines.extend(cluster.prefillers(Some(model)));
+    // Engines of other makes keep theirs to themselves.
+    engines.retain(|engine| engine.kind().is_ours());
+    if engines.is_empty() {
+        let error =
+            ApiError::new(501, format!("no engine of {model:?} tells its tokenizer: give the router one"));
+        return Err(error.with_code("no_tokenizer").into());
+    }
     for engine in engines {
         match engine.calls().tokenizer(cx).await {
             Ok(bundle) => {

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use microserving_client::ClientError;
+use microserving_client::{ClientError, EngineKind};
 use microserving_protocol::{
-    AbortRequest, CommitRequest, PrepRecvRequest, RemoteSendRequest, RemoteSendResponse, StartGenerateRequest,
+    AbortRequest, ApiError, CommitRequest, CompletionRequest, PrepRecvRequest, RemoteSendRequest,
+    RemoteSendResponse, StartGenerateRequest,
 };
 use tracing::debug;
 
@@ -68,8 +69,21 @@ impl Seat {
     }
 
     async fn prepare(&mut self, request: &Request, end: u32, commit: bool) -> Result<Prepared, Error> {
+        let kind = self.engine().kind();
+        if !kind.moves_kv() || !request.has_tokens() {
+            let reason = "no range of a prompt can be prepared: the engine moves no KV, or nobody knows the prompt's tokens";
+            return Err(ApiError::new(501, reason).into());
+        }
+        if kind == EngineKind::Mlc && end == 0 {
+            // It cannot prepare for nothing; and nothing is what generating from the prompt needs.
+            return Ok(Prepared {
+                matched: 0,
+                kv_addr_info: String::new(),
+                recv_rank: self.engine().recv_rank(),
+            });
+        }
         let body = PrepRecvRequest {
-            completion: request.bare_body(),
+            completion: transfer_body(kind, request),
             call: self.ctx.options(request),
             end: end.into(),
             commit,
@@ -108,7 +122,7 @@ impl Seat {
         end: u32,
     ) -> Result<RemoteSendResponse, Error> {
         let body = RemoteSendRequest {
-            completion: request.bare_body(),
+            completion: transfer_body(self.engine().kind(), request),
             call: self.ctx.options(request),
             begin: begin.into(),
             end: end.into(),
@@ -144,7 +158,11 @@ impl Seat {
         self.ctx.stats.decode_engine(self.engine().name());
         let timer = PrefillTimer::start(&self.in_flight);
         let engine = self.engine().clone();
-        let chunks = engine.while_here(engine.calls().start_generate(&self.ctx.call, &body)).await;
+        let chunks = if self.prepared.is_some() {
+            engine.while_here(engine.calls().start_generate(&self.ctx.call, &body)).await
+        } else {
+            engine.while_here(engine.calls().generate(&self.ctx.call, &body, request.written())).await
+        };
         let chunks = self.judge("start_generate", chunks)?;
         self.ctx.shared.placement.note(self.engine(), request, request.len());
         let timer = StreamTimer::new(timer, self.prepared, request.len(), request.params().n == 1);
@@ -200,6 +218,10 @@ impl Seat {
 
     /// From here on the engine may hold something for this request.
     fn begin(&mut self, request: &Request) {
+        if !self.engine().kind().is_ours() {
+            // There is no call to abort it by: closing the connection is that.
+            return;
+        }
         self.begun = Some(AbortRequest { seq_id: request.seq_id().clone(), attempt: Some(self.ctx.attempt) });
     }
 
@@ -213,8 +235,22 @@ impl Seat {
         self.in_flight.begin_decoding(prompt);
     }
 
+    /// The engine gave the sequence up for want of room; it may well serve it again.
+    pub(crate) fn note_preempted(&self) {
+        self.ctx.troubles.note(self.engine(), Trouble::CannotReceive);
+    }
+
     pub(crate) fn note_failed(&self) {
         self.ctx.troubles.note(self.engine(), Trouble::Failed);
+    }
+}
+
+/// Returns the body of a call that moves KV. MLC-LLM takes the sampling parameters from the first call that names a request.
+fn transfer_body(kind: EngineKind, request: &Request) -> CompletionRequest {
+    if kind == EngineKind::Mlc {
+        CompletionRequest { stream: false, ..request.body() }
+    } else {
+        request.bare_body()
     }
 }
 

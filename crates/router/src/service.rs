@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use microserving_client::CallContext;
+use microserving_client::{CallContext, EngineKind};
 use microserving_cost::Profile;
 use microserving_protocol::{ApiError, ModelCard};
 use tokio::sync::Semaphore;
@@ -155,9 +155,23 @@ impl RouterService {
             return Err(Error::NotReady { ready: self.cluster().num_ready(), wanted: num_engines });
         }
         for model in self.cluster().models() {
+            if !self.needs(&model.id).tokens {
+                continue;
+            }
             self.codecs.get(self.cluster(), &cx, &model.id).await?;
         }
         Ok(())
+    }
+
+    /// Returns in which forms the engines of a model need their requests.
+    pub(crate) fn needs(&self, model: &str) -> Needs {
+        let kinds = self.cluster().kinds(model);
+        let ours = kinds.contains(&EngineKind::Microserving);
+        Needs {
+            // Engines of other makes tell no tokenizer, so moving KV between them needs a given one.
+            tokens: ours || (self.codecs.is_given() && kinds.contains(&EngineKind::Mlc)),
+            written: kinds.iter().any(|kind| !kind.is_ours()),
+        }
     }
 
     /// Returns the model that a request means.
@@ -177,6 +191,15 @@ impl RouterService {
             }
         }
     }
+}
+
+/// In which forms the engines of a model need their requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Needs {
+    /// As token ids.
+    pub(crate) tokens: bool,
+    /// As the client wrote them.
+    pub(crate) written: bool,
 }
 
 /// Returns the seconds since 1970.

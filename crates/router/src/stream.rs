@@ -32,7 +32,7 @@ impl Generating {
     fn take(&mut self, chunk: CompletionResponse) -> Result<CompletionResponse, Error> {
         let Some(seat) = &mut self.seat else { return Ok(chunk) };
         if chunk.choices.iter().any(|choice| choice.finish_reason == Some(FinishReason::Preempt)) {
-            seat.note_failed();
+            seat.note_preempted();
             return Err(Error::Preempted { engine: seat.engine().name().to_owned() });
         }
         if !self.begun {

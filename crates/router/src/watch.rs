@@ -10,6 +10,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::attempts::describe;
+use crate::ctx::Shared;
 use crate::placement::Placement;
 use crate::predict::Traffic;
 use crate::{Engine, Health, ProfileSource};
@@ -22,15 +23,10 @@ const PATIENCE: Duration = Duration::from_secs(1);
 const REPORTS: Duration = Duration::from_millis(500);
 
 /// Watches one engine until it leaves the cluster or the router stops.
-pub(crate) async fn watch(
-    engine: Arc<Engine>,
-    placement: Arc<Placement>,
-    traffic: Arc<Traffic>,
-    stop: CancellationToken,
-) {
+pub(crate) async fn watch(engine: Arc<Engine>, shared: Shared, stop: CancellationToken) {
     let mut last_report: Option<Instant> = None;
     loop {
-        let look = look(&engine, &placement, &traffic, &mut last_report);
+        let look = look(&engine, &shared, &mut last_report);
         tokio::select! {
             () = stop.cancelled() => return,
             () = engine.left().cancelled() => return,
@@ -45,7 +41,7 @@ pub(crate) async fn watch(
     }
 }
 
-async fn look(engine: &Engine, placement: &Placement, traffic: &Traffic, last_report: &mut Option<Instant>) {
+async fn look(engine: &Engine, shared: &Shared, last_report: &mut Option<Instant>) {
     let cx = CallContext::within(PATIENCE);
     let health = match engine.calls().ready(&cx).await {
         Ok(()) => Health::Ready,
@@ -54,15 +50,27 @@ async fn look(engine: &Engine, placement: &Placement, traffic: &Traffic, last_re
     };
     if health == Health::Ready {
         let due = last_report.is_none_or(|at| at.elapsed() >= REPORTS);
-        if (due || engine.health() != Health::Ready) && report(engine, placement, &cx).await {
+        if (due || engine.health() != Health::Ready) && report(engine, &shared.placement, &cx).await {
             *last_report = Some(Instant::now());
         }
         if engine.health() != Health::Ready {
-            fetch_profile(engine, traffic, &cx).await;
+            fetch_profile(engine, &shared.traffic, &cx).await;
         }
         if engine.models().is_empty() {
             // Without its models nobody can know what to send there.
             engine.set_health(Health::NotReady);
+            return;
+        }
+        if let Some((model, rival)) = shared.cluster.rival(engine) {
+            if engine.set_health(Health::NotReady) {
+                warn!(
+                    engine = engine.name(),
+                    kind = engine.kind().name(),
+                    model,
+                    rival = rival.name(),
+                    "engine is not used: its model has the name of one on an engine of another kind; say #model= if they are the same"
+                );
+            }
             return;
         }
     }
@@ -108,6 +116,10 @@ async fn report(engine: &Engine, placement: &Placement, cx: &CallContext) -> boo
                 return false;
             }
         }
+    }
+    if !engine.kind().is_ours() {
+        // It has no state to report; our own count of its load must do.
+        return true;
     }
     let before = engine.own_load();
     match engine.calls().state(cx).await {

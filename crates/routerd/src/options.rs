@@ -11,7 +11,9 @@ use microserving_router::{Pattern, PlacementPolicy};
 #[derive(Clone, Debug, Parser)]
 #[command(name = "routerd", version)]
 pub(crate) struct Options {
-    /// Engine for any role, such as http://127.0.0.1:8001. May be given several times, as may --prefill and --decode.
+    /// Engine for any role, such as http://127.0.0.1:8001. May be given several times, as may --prefill and --decode. A kind in front says
+    /// that it is of another make: mlc+http://... (MLC-LLM) or openai+http://... (any server of OpenAI's API). Options of one engine follow a
+    /// #: mlc+http://127.0.0.1:8002#recv_rank=4&model=NAME.
     #[arg(
         long,
         env = "MICROSERVING_ENGINES",

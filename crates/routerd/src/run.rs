@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use microserving_client::HttpEngineClient;
+use microserving_client::{BadUrl, EngineAddress};
 use microserving_daemon::{Health, HttpServer, Refused, Shutdown};
 use microserving_router::{EngineSpec, PromptCodec, Role, RouterConfig, RouterService};
 use microserving_text::TextBundle;
@@ -83,8 +83,13 @@ fn engines(options: &Options) -> Result<Vec<EngineSpec>> {
     let mut specs: Vec<EngineSpec> = Vec::new();
     for (urls, role) in roles {
         for url in urls {
-            let client = HttpEngineClient::new(url).map_err(|error| Refused(error.to_string()))?;
-            let spec = EngineSpec::new(Arc::new(client), role);
+            let address: EngineAddress = url.parse().map_err(|error: BadUrl| Refused(error.to_string()))?;
+            if role == Role::Prefill && !address.kind.moves_kv() {
+                let message =
+                    format!("the engine {url} cannot prefill for others: it is of the kind {}", address.kind);
+                return Err(Refused(message).into());
+            }
+            let spec = EngineSpec::at(&address, role).map_err(|error| Refused(error.to_string()))?;
             if specs.iter().any(|known| known.calls.name() == spec.calls.name()) {
                 return Err(Refused(format!("the engine {url} is given twice")).into());
             }

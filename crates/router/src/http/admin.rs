@@ -63,6 +63,7 @@ pub(crate) async fn engines(State(service): State<Arc<RouterService>>) -> Json<V
             };
             json!({
                 "engine": engine.name(),
+                "kind": engine.kind().name(),
                 "role": engine.role().name(),
                 "health": health,
                 "models": engine.models().iter().map(|card| card.id.clone()).collect::<Vec<_>>(),

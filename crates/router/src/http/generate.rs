@@ -8,7 +8,7 @@ use axum::body::Bytes;
 use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::Response;
-use microserving_client::CallContext;
+use microserving_client::{CallContext, Written};
 use microserving_protocol::{
     ApiError, CallOptions, ChatCompletionRequest, CompletionRequest, Fields, ModelCard, Prompt, SeqId,
     TokenId,
@@ -93,7 +93,9 @@ struct Read {
     /// Names its model, whether the client did or not: engines of another one must not get it.
     completion: CompletionRequest,
     model: ModelCard,
+    /// Empty if no engine of the model has a tokenizer that we know: then `written` is there.
     tokens: Vec<TokenId>,
+    written: Option<Written>,
     /// The prompt's own text, if the client sent text.
     text: Option<String>,
 }
@@ -156,26 +158,31 @@ async fn read(service: &RouterService, call: &CallContext, asked: Asked) -> Resu
     match asked {
         Asked::Completion(completion) => {
             let model = service.model(completion.model.as_deref())?;
+            let needs = service.needs(&model.id);
+            let completion = CompletionRequest { model: Some(model.id.clone()), ..completion };
+            let written = needs.written.then(|| Written::Completion(completion.clone()));
             let (tokens, text) = match &completion.prompt {
                 Prompt::Tokens(tokens) => (tokens.clone(), None),
+                Prompt::Text(text) if !needs.tokens => (Vec::new(), Some(text.clone())),
                 Prompt::Text(text) => {
                     let codec = service.codecs.get(service.cluster(), call, &model.id).await?;
                     (prompt::encode(codec, &model, text.clone(), true).await?, Some(text.clone()))
                 }
             };
-            Ok(Read {
-                completion: CompletionRequest { model: Some(model.id.clone()), ..completion },
-                model,
-                tokens,
-                text,
-            })
+            Ok(Read { completion, model, tokens, written, text })
         }
-        Asked::Chat(chat) => {
+        Asked::Chat(mut chat) => {
             let model = service.model(chat.rest.model.as_deref())?;
-            let codec = service.codecs.get(service.cluster(), call, &model.id).await?;
-            let tokens = prompt::encode_chat(codec, &model, chat.messages).await?;
-            let completion = CompletionRequest { model: Some(model.id.clone()), ..chat.rest };
-            Ok(Read { completion, model, tokens, text: None })
+            let needs = service.needs(&model.id);
+            chat.rest.model = Some(model.id.clone());
+            let written = needs.written.then(|| Written::Chat(chat.clone()));
+            let tokens = if needs.tokens {
+                let codec = service.codecs.get(service.cluster(), call, &model.id).await?;
+                prompt::encode_chat(codec, &model, chat.messages).await?
+            } else {
+                Vec::new()
+            };
+            Ok(Read { completion: chat.rest, model, tokens, written, text: None })
         }
     }
 }
@@ -184,7 +191,7 @@ async fn read(service: &RouterService, call: &CallContext, asked: Asked) -> Resu
 fn request(service: &RouterService, read: &Read) -> Result<Request, Error> {
     let params = read.completion.generation(service.randomness.draw())?;
     let num_tokens = read.tokens.len();
-    if num_tokens == 0 {
+    if num_tokens == 0 && read.written.is_none() {
         return Err(ApiError::bad_request("prompt", "prompt has no tokens").into());
     }
     if let Some(most) = read.model.max_model_len
@@ -194,6 +201,9 @@ fn request(service: &RouterService, read: &Read) -> Result<Request, Error> {
         return Err(ApiError::bad_request("prompt", message).with_code("context_length_exceeded").into());
     }
     let seq_id = SeqId::from(service.randomness.name("cmpl-"));
-    let request = Request::new(seq_id, &read.completion, params, read.tokens.clone());
+    let mut request = Request::new(seq_id, &read.completion, params, read.tokens.clone());
+    if let Some(written) = read.written.clone() {
+        request = request.written_as(written);
+    }
     Ok(if read.text.is_some() { request.without_echo() } else { request })
 }

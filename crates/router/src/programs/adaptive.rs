@@ -81,7 +81,8 @@ impl Adaptive {
             decoder_rate: rate * decoder_share,
             prefiller_rate: rate * prefiller_share,
         };
-        let may_pair = |d: usize, p: usize| ctx.may_send(&prefillers.engines[p], &decoders.engines[d]);
+        let may_pair =
+            |d: usize, p: usize| ctx.may_send(request, &prefillers.engines[p], &decoders.engines[d]);
         let Decision { decoder, prefiller, split } =
             choose(&question, &decoders.sides, &prefillers.sides, may_pair)
                 .ok_or(Error::NoEngine { job: "decode" })?;

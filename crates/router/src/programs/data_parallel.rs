@@ -18,6 +18,10 @@ impl Program for DataParallel {
         "data_parallel"
     }
 
+    fn moves_kv(&self) -> bool {
+        false
+    }
+
     async fn serve(&self, ctx: &Ctx, request: &Request) -> Result<TokenStream, Error> {
         let d = ctx.decoder(request)?;
         d.start_generate(request, 0).await
