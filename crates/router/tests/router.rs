@@ -2,6 +2,8 @@
 
 #[path = "router/fake.rs"]
 mod fake;
+#[path = "router/servers.rs"]
+mod servers;
 
 #[path = "router/answers.rs"]
 mod answers;
@@ -9,6 +11,8 @@ mod answers;
 mod cancel;
 #[path = "router/failures.rs"]
 mod failures;
+#[path = "router/foreign.rs"]
+mod foreign;
 #[path = "router/headers.rs"]
 mod headers;
 #[path = "router/membership.rs"]

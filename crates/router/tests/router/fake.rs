@@ -395,6 +395,12 @@ impl World {
 
     pub(crate) async fn with(engines: &[(&Arc<Fake>, Role)], pattern: &str, tweak: Tweak) -> Self {
         let specs = engines.iter().map(|(fake, role)| EngineSpec::new((*fake).clone(), *role)).collect();
+        let ready = engines.iter().filter(|(fake, _)| fake.with(|inner| inner.ready)).count();
+        Self::over(specs, ready, pattern, tweak).await
+    }
+
+    /// A router over any engines, of which so many become ready.
+    pub(crate) async fn over(specs: Vec<EngineSpec>, ready: usize, pattern: &str, tweak: Tweak) -> Self {
         let mut config = RouterConfig::new(specs);
         config.pattern = pattern.parse::<Pattern>().expect("a pattern");
         config.placement = PlacementPolicy::Prefix;
@@ -404,7 +410,6 @@ impl World {
         tweak(&mut config);
         let (service, tasks) = RouterService::start(config).expect("a pattern that exists");
         let world = Self { app: service.http(), service, tasks };
-        let ready = engines.iter().filter(|(fake, _)| fake.with(|inner| inner.ready)).count();
         world.service.wait_ready(ready, Duration::from_secs(5)).await.expect("engines are ready");
         world
     }
