@@ -39,7 +39,9 @@
 #![forbid(unsafe_code)]
 
 mod config;
+mod connection;
 mod health;
+mod in_flight;
 mod logging;
 mod options;
 mod reference;

@@ -20,7 +20,7 @@ pub struct DaemonOptions {
           value_parser = clap::value_parser!(u32).range(1..=64))]
     pub http_threads: u32,
 
-    /// Connections open at once; more wait unaccepted.
+    /// Connections open at once, and requests at once on one connection of HTTP/2; more wait unaccepted.
     #[arg(long, env = "MICROSERVING_MAX_CONNECTIONS", value_name = "N", default_value = "4096",
           value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub max_connections: u32,

@@ -9,7 +9,6 @@ use std::io::Write;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::pin::{Pin, pin};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -19,15 +18,14 @@ use axum::body::{Body, Bytes};
 use axum::extract::{DefaultBodyLimit, Request};
 use axum::response::Response;
 use hyper::body::{Body as HttpBody, Frame, SizeHint};
-use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Notify, Semaphore};
+use tokio::sync::Semaphore;
 use tokio::task::{JoinHandle, JoinSet};
 use tower::ServiceExt;
-use tracing::{debug, info, warn};
+use tracing::{info, warn};
 
-use crate::stall::StallGuard;
+use crate::connection::{self, Limits};
+use crate::in_flight::{InFlight, InFlightGuard};
 use crate::{DaemonOptions, Health, Shutdown};
 
 /// Why the server cannot start.
@@ -98,8 +96,11 @@ impl HttpServer {
             listener,
             app: Arc::clone(&app),
             shutdown,
-            header_timeout: options.header_timeout_seconds,
-            write_timeout: options.write_timeout_seconds,
+            limits: Limits {
+                header_timeout: options.header_timeout_seconds,
+                write_timeout: options.write_timeout_seconds,
+                max_streams: options.max_connections,
+            },
             slots: Arc::new(Semaphore::new(options.max_connections as usize)),
         };
         Ok(Self { address, app, accepting: tokio::spawn(acceptor.run()) })
@@ -151,8 +152,7 @@ struct Acceptor {
     listener: TcpListener,
     app: Arc<App>,
     shutdown: Shutdown,
-    header_timeout: Duration,
-    write_timeout: Duration,
+    limits: Limits,
     slots: Arc<Semaphore>,
 }
 
@@ -170,13 +170,10 @@ impl Acceptor {
                 Some(ended) = connections.join_next() => report(ended),
                 accepted = self.accept() => {
                     let Some((stream, slot)) = accepted else { continue };
-                    let service = TowerToHyperService::new(routes.clone());
-                    let closing = closing.clone();
-                    let header_timeout = self.header_timeout;
-                    let stream = StallGuard::new(stream, self.write_timeout);
+                    let (routes, limits, closing) = (routes.clone(), self.limits, closing.clone());
                     connections.spawn(async move {
                         let _slot = slot;
-                        serve_connection(stream, service, header_timeout, closing).await;
+                        connection::serve(stream, routes, limits, closing).await;
                     });
                 }
             }
@@ -211,27 +208,6 @@ impl Acceptor {
     }
 }
 
-async fn serve_connection(
-    stream: StallGuard<TcpStream>,
-    service: TowerToHyperService<Router>,
-    header_timeout: Duration,
-    closing: tokio_util::sync::CancellationToken,
-) {
-    let mut builder = hyper::server::conn::http1::Builder::new();
-    builder.timer(TokioTimer::new()).header_read_timeout(header_timeout);
-    let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
-    let result = tokio::select! {
-        result = connection.as_mut() => result,
-        () = closing.cancelled() => {
-            connection.as_mut().graceful_shutdown();
-            connection.await
-        }
-    };
-    if let Err(error) = result {
-        debug!(%error, "connection ended");
-    }
-}
-
 fn report(ended: Result<(), tokio::task::JoinError>) {
     if let Err(error) = ended
         && error.is_panic()
@@ -243,63 +219,18 @@ fn report(ended: Result<(), tokio::task::JoinError>) {
 /// Every request but health.
 async fn answer(app: Arc<App>, request: Request) -> Response {
     let Some(router) = app.installed.get() else { return app.health.unavailable() };
-    let guard = app.in_flight.enter();
+    let of_connection = request.extensions().get::<InFlight>().map(InFlight::enter);
+    let guards = (app.in_flight.enter(), of_connection);
     let response = match router.clone().oneshot(request).await {
         Ok(response) => response,
         Err(never) => match never {},
     };
-    response.map(|body| Body::new(Guarded { body, _guard: guard }))
-}
-
-/// Counts requests until the last byte of their answer is out.
-#[derive(Clone, Debug, Default)]
-struct InFlight {
-    inner: Arc<(AtomicUsize, Notify)>,
-}
-
-impl InFlight {
-    fn enter(&self) -> InFlightGuard {
-        self.inner.0.fetch_add(1, Ordering::AcqRel);
-        InFlightGuard(Arc::clone(&self.inner))
-    }
-
-    /// Waits until the shutdown has begun and either nothing is in flight or the drain is over.
-    async fn idle_after(&self, shutdown: &Shutdown) {
-        shutdown.begun().await;
-        let idle = async {
-            loop {
-                let mut changed = pin!(self.inner.1.notified());
-                changed.as_mut().enable();
-                if self.inner.0.load(Ordering::Acquire) == 0 {
-                    return;
-                }
-                changed.await;
-            }
-        };
-        tokio::select! {
-            () = idle => {}
-            () = shutdown.drain_over() => {
-                let in_flight = self.inner.0.load(Ordering::Acquire);
-                warn!(in_flight, "the drain is over; ending requests in flight");
-            }
-        }
-    }
-}
-
-#[derive(Debug)]
-struct InFlightGuard(Arc<(AtomicUsize, Notify)>);
-
-impl Drop for InFlightGuard {
-    fn drop(&mut self) {
-        if self.0.0.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.0.1.notify_waiters();
-        }
-    }
+    response.map(|body| Body::new(Guarded { body, _guards: guards }))
 }
 
 struct Guarded {
     body: Body,
-    _guard: InFlightGuard,
+    _guards: (InFlightGuard, Option<InFlightGuard>),
 }
 
 impl HttpBody for Guarded {

@@ -12,17 +12,25 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Sleep, sleep};
 
 /// A stream whose writes fail once one of them has been waiting for `patience`. Reads may wait for ever.
+///
+/// Bytes that were read too early can be put back.
 #[derive(Debug)]
 pub(crate) struct StallGuard<S> {
     stream: S,
     patience: Duration,
+    put_back: Vec<u8>,
     /// Runs while a write waits.
     stalled: Option<Pin<Box<Sleep>>>,
 }
 
 impl<S> StallGuard<S> {
     pub(crate) fn new(stream: S, patience: Duration) -> Self {
-        Self { stream, patience, stalled: None }
+        Self { stream, patience, put_back: Vec::new(), stalled: None }
+    }
+
+    /// Lets the next reads begin with `bytes`, which were read from here.
+    pub(crate) fn put_back(&mut self, bytes: &[u8]) {
+        self.put_back.splice(..0, bytes.iter().copied());
     }
 
     fn watch<T>(&mut self, context: &mut Context<'_>, outcome: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
@@ -43,6 +51,12 @@ impl<S: AsyncRead + Unpin> AsyncRead for StallGuard<S> {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        if !self.put_back.is_empty() {
+            let len = self.put_back.len().min(buffer.remaining());
+            buffer.put_slice(&self.put_back[..len]);
+            self.put_back.drain(..len);
+            return Poll::Ready(Ok(()));
+        }
         Pin::new(&mut self.stream).poll_read(context, buffer)
     }
 }

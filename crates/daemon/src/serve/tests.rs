@@ -1,5 +1,9 @@
 use axum::routing::{get, post};
 use clap::Parser;
+use http_body_util::{BodyExt, Full};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::mpsc;
 
@@ -140,4 +144,70 @@ async fn errors_name_what_was_asked_for() {
     let bind =
         HttpServer::bind("127.0.0.1:0", &unwritable, Health::new(), Shutdown::manual(Duration::ZERO)).await;
     assert!(bind.unwrap_err().to_string().contains("/nowhere/port"));
+}
+
+fn http2() -> Client<HttpConnector, Full<Bytes>> {
+    Client::builder(TokioExecutor::new()).http2_only(true).build_http()
+}
+
+#[tokio::test]
+async fn one_port_speaks_both_versions() {
+    let (server, health, shutdown) = server(&["--max-body-bytes", "1KiB"], Duration::from_secs(20)).await;
+    let address = server.address();
+    let (begun, mut has_begun) = mpsc::channel::<()>(1);
+    let (end, may_end) = tokio::sync::watch::channel(false);
+    let slow = get(move || async move {
+        begun.send(()).await.unwrap();
+        let mut may_end = may_end;
+        may_end.wait_for(|end| *end).await.unwrap();
+        "finished"
+    });
+    let echo = post(|body: Bytes| async move { body.len().to_string() });
+    server.install(Router::new().route("/echo", echo).route("/slow", slow));
+    health.ready();
+    let client = http2();
+    let send = |path: &str, size: usize| {
+        let request = Request::post(format!("http://{address}{path}"));
+        client.request(request.body(Full::new(Bytes::from(vec![b'x'; size]))).unwrap())
+    };
+    let answer = send("/echo", 1024).await.unwrap();
+    assert_eq!(answer.version(), http::Version::HTTP_2);
+    assert_eq!(answer.into_body().collect().await.unwrap().to_bytes(), "1024");
+    assert_eq!(send("/echo", 1025).await.unwrap().status(), 413);
+    assert!(get_path(address, "/health/ready").await.starts_with("HTTP/1.1 200"));
+
+    // What is in flight when the server drains is finished over HTTP/2 too.
+    let slow = client.get(format!("http://{address}/slow").parse().unwrap());
+    let slow =
+        tokio::spawn(async move { slow.await.unwrap().into_body().collect().await.unwrap().to_bytes() });
+    has_begun.recv().await.unwrap();
+    shutdown.begin();
+    end.send(true).unwrap();
+    assert_eq!(slow.await.unwrap(), "finished");
+    let finished = tokio::time::timeout(Duration::from_secs(5), server.finished());
+    finished.await.expect("an idle connection of HTTP/2 holds nobody up");
+}
+
+#[tokio::test]
+async fn connections_of_http2_have_limits_too() {
+    let (server, health, _shutdown) = server(&["--header-timeout-seconds", "0.1"], Duration::ZERO).await;
+    let address = server.address();
+    health.ready();
+    let preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+    // A preface that never ends is a head that never ends.
+    assert_eq!(ask(address, std::str::from_utf8(&preface[..20]).unwrap()).await, "");
+    // A connection on which nothing is asked is said goodbye to.
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    stream.write_all(preface).await.unwrap();
+    stream.write_all(&[0, 0, 0, 4, 0, 0, 0, 0, 0]).await.unwrap();
+    let mut frames = Vec::new();
+    let read = stream.read_to_end(&mut frames);
+    tokio::time::timeout(Duration::from_secs(10), read).await.expect("the server closes").unwrap();
+    let mut kinds = Vec::new();
+    let mut rest = frames.as_slice();
+    while let [a, b, c, kind, ..] = *rest {
+        kinds.push(kind);
+        rest = &rest[9 + usize::from(a) * 65536 + usize::from(b) * 256 + usize::from(c)..];
+    }
+    assert!(kinds.contains(&7), "no GOAWAY among frames of the kinds {kinds:?}");
 }
