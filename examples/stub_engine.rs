@@ -6,6 +6,8 @@
 //! target/release/routerd --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002
 //! ```
 //!
+//! With `--features grpc` it takes the calls over gRPC too, as engines do.
+//!
 //! For whoever works on a router or a program: what is left of a request's time is the router's own, which is what
 //! `cargo xtask bench router` measures, and a slow answer can be had without a model (`--token-milliseconds`).
 //! Positions are checked and the answers have the form of a real engine's, usage included. Text and sampling are canned, so
@@ -38,6 +40,18 @@ use microserving_protocol::{
 use microserving_text::TextBundle;
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
+
+#[cfg(feature = "grpc")]
+#[path = "stub_engine/grpc.rs"]
+mod grpc;
+
+/// Without the feature `grpc` there is REST only.
+#[cfg(not(feature = "grpc"))]
+mod grpc {
+    pub(super) fn routes(_stub: std::sync::Arc<super::Stub>) -> axum::Router {
+        axum::Router::new()
+    }
+}
 
 const MODEL: &str = "stub";
 const MAX_CONTEXT: u32 = 1 << 17;
@@ -90,6 +104,8 @@ fn write_port_file(path: &Path, address: SocketAddr) -> std::io::Result<()> {
 }
 
 fn routes(stub: Stub) -> Router {
+    let stub = Arc::new(stub);
+    let beside = grpc::routes(Arc::clone(&stub));
     Router::new()
         .route("/health", get(|| async {}))
         .route("/health/live", get(|| async {}))
@@ -103,7 +119,8 @@ fn routes(stub: Stub) -> Router {
         .route("/microserving/start_generate", post(generate))
         .route("/microserving/abort", post(|| async { Json(AbortResponse { aborted: false }) }))
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
-        .with_state(Arc::new(stub))
+        .with_state(stub)
+        .merge(beside)
 }
 
 /// What does not change from answer to answer, made once.
@@ -220,8 +237,12 @@ async fn tokenizer(State(stub): State<Arc<Stub>>) -> impl IntoResponse {
 
 /// Nothing is ever held, so there is always room.
 async fn state(State(stub): State<Arc<Stub>>) -> Json<StateView> {
+    Json(view(&stub))
+}
+
+fn view(stub: &Stub) -> StateView {
     const NUM_PAGES: u32 = 1 << 16;
-    Json(StateView {
+    StateView {
         engine_id: stub.engine_id.clone(),
         incarnation: stub.incarnation.clone(),
         model: MODEL.into(),
@@ -236,7 +257,8 @@ async fn state(State(stub): State<Arc<Stub>>) -> Json<StateView> {
         queued_prefill_tokens: 0,
         draining: false,
         counters: Default::default(),
-    })
+        grpc: cfg!(feature = "grpc"),
+    }
 }
 
 /// Matches nothing, so that everything is to be sent.

@@ -24,6 +24,8 @@ pub struct ServerConfig {
     pub max_body_bytes: usize,
     /// How long a body may take to arrive.
     pub body_timeout: Duration,
+    /// Said in `GET /microserving/state`: the calls are served over gRPC too, beside these routes.
+    pub grpc: bool,
 }
 
 impl ServerConfig {
@@ -35,6 +37,7 @@ impl ServerConfig {
             default_timeout: None,
             max_body_bytes: 16 << 20,
             body_timeout: Duration::from_secs(60),
+            grpc: false,
         }
     }
 }
@@ -53,6 +56,13 @@ pub(crate) struct App {
 }
 
 impl App {
+    pub(crate) fn new(engine: EngineHandle, text: ModelText, config: ServerConfig) -> Arc<Self> {
+        let metrics = Metrics::new(engine.info());
+        let scraper = Scraper::new(engine.clone(), metrics.collector());
+        let (created, seeds) = (unix_seconds(), RandomState::new());
+        Arc::new(Self { engine, text, config, metrics, scraper, created, seeds })
+    }
+
     /// Draws a seed: for a key always the same one, as long as this process lives.
     pub(crate) fn draw_seed(&self, key: Option<&SeqId>) -> u64 {
         key.map_or_else(crate::random::number, |key| self.seeds.hash_one(key))
@@ -63,10 +73,7 @@ impl App {
 ///
 /// The router holds a handle of the engine and nothing else that must be closed: drop it, or let its server drain it.
 pub fn router(engine: EngineHandle, text: ModelText, config: ServerConfig) -> Router {
-    let metrics = Metrics::new(engine.info());
-    let scraper = Scraper::new(engine.clone(), metrics.collector());
-    let (created, seeds) = (unix_seconds(), RandomState::new());
-    routes::router(Arc::new(App { engine, text, config, metrics, scraper, created, seeds }))
+    routes::router(App::new(engine, text, config), Router::new())
 }
 
 /// Returns the seconds since 1970, as `created` fields have them.

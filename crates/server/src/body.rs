@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use axum::body::Body;
 use axum::extract::{FromRequest, Request};
 use bytes::Bytes;
 use microserving_protocol::ApiError;
@@ -20,19 +21,25 @@ impl FromRequest<Arc<App>> for WholeBody {
     type Rejection = Failure;
 
     async fn from_request(request: Request, app: &Arc<App>) -> Result<Self, Failure> {
-        let limit = app.config.max_body_bytes;
-        let announced = axum::body::HttpBody::size_hint(request.body()).lower();
-        if announced > limit as u64 {
-            return Err(Failure(ApiError::too_large(limit)));
-        }
-        let reading = axum::body::to_bytes(request.into_body(), limit);
-        match tokio::time::timeout(app.config.body_timeout, reading).await {
-            Ok(Ok(bytes)) => Ok(Self(bytes)),
-            Ok(Err(error)) if is_length_limit(&error) => Err(Failure(ApiError::too_large(limit))),
-            // The client went away in the middle; nobody reads this answer.
-            Ok(Err(error)) => Err(Failure(ApiError::new(400, format!("cannot read the body: {error}")))),
-            Err(_) => Err(Failure(ApiError::new(408, "the body did not arrive in time"))),
-        }
+        Ok(Self(read(app, request.into_body()).await?))
+    }
+}
+
+/// Reads a body to its end.
+///
+/// # Errors
+/// 413 if it is too long, 408 if it takes too long.
+pub(crate) async fn read(app: &App, body: Body) -> Result<Bytes, ApiError> {
+    let limit = app.config.max_body_bytes;
+    if axum::body::HttpBody::size_hint(&body).lower() > limit as u64 {
+        return Err(ApiError::too_large(limit));
+    }
+    match tokio::time::timeout(app.config.body_timeout, axum::body::to_bytes(body, limit)).await {
+        Ok(Ok(bytes)) => Ok(bytes),
+        Ok(Err(error)) if is_length_limit(&error) => Err(ApiError::too_large(limit)),
+        // The client went away in the middle; nobody reads this answer.
+        Ok(Err(error)) => Err(ApiError::new(400, format!("cannot read the body: {error}"))),
+        Err(_) => Err(ApiError::new(408, "the body did not arrive in time")),
     }
 }
 

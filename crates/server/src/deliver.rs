@@ -64,7 +64,7 @@ fn relay_usage(answer: &Answer, usage: Usage) -> RelayUsage {
     }
 }
 
-async fn assemble(answer: &mut Answer) -> Result<CompletionResponse, ApiError> {
+pub(crate) async fn assemble(answer: &mut Answer) -> Result<CompletionResponse, ApiError> {
     let mut assembler = CompletionAssembler::new();
     while let Some(part) = answer.next().await? {
         match part {
@@ -156,7 +156,7 @@ fn marked(mark: Option<String>, event: Bytes) -> Bytes {
 }
 
 /// Makes the chunk behind the last choice, if there is anything to say in it.
-fn last_chunk(
+pub(crate) fn last_chunk(
     answer: &Answer,
     usage: Usage,
     stats: Option<ServingStats>,

@@ -1,6 +1,7 @@
 //! An engine over HTTP: the MicroServing calls and the OpenAI API.
 //!
 //! - [`router`] makes an axum router of an engine's handle, its [`ModelText`], and a [`ServerConfig`].
+//! - [`EngineService`] is the same for another wire beside these routes, such as gRPC: the calls without HTTP and JSON.
 //! - The routes are one table, from which `/openapi.json` is made; each call has a file of its own under `calls/` and `openai/`.
 //! - Every answer is made by one pipeline: the engine's tokens become text, text becomes chunks, chunks become events or,
 //!   put together, one body. Streaming changes when a client sees its text, never which text.
@@ -57,6 +58,7 @@ mod answer;
 mod app;
 mod body;
 mod calls;
+mod chunks;
 mod constraint;
 mod deliver;
 mod errors;
@@ -68,9 +70,14 @@ mod prompt;
 mod random;
 mod routes;
 mod scrape;
+mod service;
 mod sse;
 mod text;
 mod tracking;
 
 pub use app::{ServerConfig, router};
+pub use calls::kv_events::KvEvents;
+pub use chunks::Chunks;
+pub use service::EngineService;
 pub use text::ModelText;
+pub use tracking::{Arrival, CountedStatus};

@@ -96,7 +96,8 @@ pub(crate) fn table() -> Vec<Route> {
     ]
 }
 
-pub(crate) fn router(app: Arc<App>) -> Router {
+/// Serves the table, and beside it what has routes of its own.
+pub(crate) fn router(app: Arc<App>, beside: Router) -> Router {
     let mut router = Router::new();
     for (operation, handler) in table() {
         router = router.route(operation.path, handler);
@@ -104,8 +105,9 @@ pub(crate) fn router(app: Arc<App>) -> Router {
     router
         .fallback(no_route)
         .method_not_allowed_fallback(wrong_method)
-        .layer(middleware::from_fn_with_state(Arc::clone(&app), track))
-        .with_state(app)
+        .with_state(Arc::clone(&app))
+        .merge(beside)
+        .layer(middleware::from_fn_with_state(app, track))
 }
 
 async fn metrics(State(app): State<Arc<App>>) -> Response {

@@ -17,11 +17,19 @@ const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 /// Longer ids are replaced: they go into every log line.
 const MAX_ID_BYTES: usize = 128;
 
-/// A request's id, as its caller gave it or as we drew it, and when it came.
+/// A request's id, as its caller gave it or as we drew it, and when it came; among the extensions of every request.
 #[derive(Clone, Debug)]
-pub(crate) struct Arrival {
+pub struct Arrival {
     pub(crate) request_id: Arc<str>,
     pub(crate) at: Instant,
+}
+
+/// The status to count, among the extensions of an answer whose own status says nothing: a gRPC error is a 200.
+#[derive(Clone, Copy, Debug)]
+pub struct CountedStatus(pub u16);
+
+fn status_of(response: &Response) -> u16 {
+    response.extensions().get().map_or(response.status().as_u16(), |CountedStatus(status)| *status)
 }
 
 /// Wraps every route.
@@ -44,14 +52,14 @@ pub(crate) async fn track(State(app): State<Arc<App>>, mut request: Request, nex
 
     let mut response = async {
         let response = next.run(request).await;
-        let status = response.status().as_u16();
+        let status = status_of(&response);
         debug!(status, seconds = arrival.at.elapsed().as_secs_f64(), "answered");
         response
     }
     .instrument(span)
     .await;
 
-    app.metrics.request(&route, response.status().as_u16());
+    app.metrics.request(&route, status_of(&response));
     if let Ok(value) = HeaderValue::from_str(&request_id) {
         response.headers_mut().insert(X_REQUEST_ID, value);
     }

@@ -32,6 +32,19 @@ pub struct CallOptions {
 }
 
 impl CallOptions {
+    /// Makes options of plain values, whatever wire they came over.
+    ///
+    /// # Errors
+    /// 400 for a key or a deadline out of bounds.
+    pub fn checked(
+        seq_id: Option<String>,
+        attempt: Option<u32>,
+        timeout_seconds: Option<f64>,
+    ) -> Result<Self, ApiError> {
+        let timeout = timeout_seconds.map(checked_timeout).transpose()?;
+        Ok(Self { seq_id: seq_id.map(checked_seq_id).transpose()?, attempt: attempt.map(Attempt), timeout })
+    }
+
     fn from_fields(fields: &mut Fields) -> Result<Self, ApiError> {
         let attempt = fields.opt_u32("attempt")?.map(Attempt);
         let timeout = Self::timeout_from_fields(fields)?;
@@ -43,17 +56,16 @@ impl CallOptions {
     /// # Errors
     /// 422 if it is no number, 400 if it is out of bounds.
     pub fn timeout_from_fields(fields: &mut Fields) -> Result<Option<Duration>, ApiError> {
-        match fields.opt_f64("timeout_seconds")? {
-            None => Ok(None),
-            Some(seconds) if seconds > 0.0 && seconds <= MAX_TIMEOUT_SECONDS => {
-                Ok(Some(Duration::from_secs_f64(seconds)))
-            }
-            Some(seconds) => Err(ApiError::bad_request(
-                "timeout_seconds",
-                format!("timeout_seconds is {seconds}, must be in (0, {MAX_TIMEOUT_SECONDS}]"),
-            )),
-        }
+        fields.opt_f64("timeout_seconds")?.map(checked_timeout).transpose()
     }
+}
+
+fn checked_timeout(seconds: f64) -> Result<Duration, ApiError> {
+    if seconds > 0.0 && seconds <= MAX_TIMEOUT_SECONDS {
+        return Ok(Duration::from_secs_f64(seconds));
+    }
+    let message = format!("timeout_seconds is {seconds}, must be in (0, {MAX_TIMEOUT_SECONDS}]");
+    Err(ApiError::bad_request("timeout_seconds", message))
 }
 
 /// Reads `user` and `seq_id`, which are synonyms.
@@ -67,14 +79,18 @@ fn seq_id(fields: &mut Fields) -> Result<Option<SeqId>, ApiError> {
         }
         (a, b) => a.or(b),
     };
-    match id {
-        Some(id) if id.is_empty() => Err(ApiError::bad_request("seq_id", "seq_id is empty")),
-        Some(id) if id.len() > MAX_SEQ_ID_BYTES => Err(ApiError::bad_request(
-            "seq_id",
-            format!("seq_id has {} bytes, must have at most {MAX_SEQ_ID_BYTES}", id.len()),
-        )),
-        id => Ok(id.map(SeqId::from)),
+    id.map(checked_seq_id).transpose()
+}
+
+fn checked_seq_id(id: String) -> Result<SeqId, ApiError> {
+    if id.is_empty() {
+        return Err(ApiError::bad_request("seq_id", "seq_id is empty"));
     }
+    if id.len() > MAX_SEQ_ID_BYTES {
+        let message = format!("seq_id has {} bytes, must have at most {MAX_SEQ_ID_BYTES}", id.len());
+        return Err(ApiError::bad_request("seq_id", message));
+    }
+    Ok(SeqId::from(id))
 }
 
 fn required_seq_id(fields: &mut Fields) -> Result<SeqId, ApiError> {
@@ -224,7 +240,15 @@ impl StartGenerateRequest {
         let generated_from = fields.opt_u32("generated_from")?;
         let resume_from = fields.opt_u32("resume_from")?;
         let (completion, call) = request(&mut fields)?;
-        if let (Some(from), Some(tokens)) = (generated_from, completion.prompt.tokens())
+        Self { completion, call, begin, generated_from, resume_from }.checked()
+    }
+
+    /// Checks what is out of bounds by itself.
+    ///
+    /// # Errors
+    /// 400 naming the field.
+    pub fn checked(self) -> Result<Self, ApiError> {
+        if let (Some(from), Some(tokens)) = (self.generated_from, self.completion.prompt.tokens())
             && (from == 0 || from as usize > tokens.len())
         {
             return Err(ApiError::bad_request(
@@ -232,7 +256,7 @@ impl StartGenerateRequest {
                 format!("generated_from is {from}, must be in [1, len] (len is {})", tokens.len()),
             ));
         }
-        Ok(Self { completion, call, begin, generated_from, resume_from })
+        Ok(self)
     }
 }
 
@@ -265,6 +289,14 @@ macro_rules! sequence_request {
             #[must_use]
             pub const fn new(seq_id: SeqId) -> Self {
                 Self { seq_id, attempt: None }
+            }
+
+            /// Names a sequence by plain values, whatever wire they came over.
+            ///
+            /// # Errors
+            /// 400 if `seq_id` is empty or too long.
+            pub fn checked(seq_id: String, attempt: Option<u32>) -> Result<Self, ApiError> {
+                Ok(Self { seq_id: checked_seq_id(seq_id)?, attempt: attempt.map(Attempt) })
             }
 
             /// Reads the body.

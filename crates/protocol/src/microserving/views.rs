@@ -84,6 +84,9 @@ pub struct StateView {
     /// Counters since boot.
     #[serde(default)]
     pub counters: CountersView,
+    /// The engine takes the calls over gRPC too, at the same port.
+    #[serde(default)]
+    pub grpc: bool,
 }
 
 /// Counters since boot.

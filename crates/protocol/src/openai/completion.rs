@@ -81,7 +81,15 @@ impl Prompt {
                 .with_param("prompt"));
             }
         };
-        if prompt.is_empty() { Err(ApiError::bad_request("prompt", "prompt is empty")) } else { Ok(prompt) }
+        prompt.checked()
+    }
+
+    /// Refuses a prompt that holds nothing.
+    ///
+    /// # Errors
+    /// 400 naming `prompt`.
+    pub fn checked(self) -> Result<Self, ApiError> {
+        if self.is_empty() { Err(ApiError::bad_request("prompt", "prompt is empty")) } else { Ok(self) }
     }
 
     /// Says whether there is nothing to continue.

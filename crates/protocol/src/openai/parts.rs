@@ -60,17 +60,14 @@ impl ResponseFormat {
             ("text", None) => Ok(Some(Self::Text)),
             ("json_object", None) => Ok(Some(Self::JsonObject)),
             ("json_object" | "json_schema", Some(Value::String(text))) => {
-                let schema = serde_json::from_str(&text).map_err(|error| {
-                    ApiError::bad_request("response_format", format!("response_format.json_schema: {error}"))
-                })?;
-                Self::schema("schema".into(), schema)
+                Self::from_schema_text("schema".into(), &text).map(Some)
             }
             ("json_schema", Some(Value::Object(map))) => {
                 let mut wrapper = Fields::nested(map, "response_format.json_schema");
                 let name = wrapper.opt_string("name")?.unwrap_or_else(|| "schema".into());
                 let schema =
                     wrapper.require("schema").map_err(|error| error.with_param("response_format"))?;
-                Self::schema(name, schema)
+                Self::schema(name, schema).map(Some)
             }
             ("json_schema", None) => {
                 Err(ApiError::bad_request("response_format", "response_format.json_schema is missing"))
@@ -84,16 +81,31 @@ impl ResponseFormat {
                 lax::name_of(&other)
             ))
             .with_param("response_format")),
-            _ => Err(ApiError::bad_request(
-                "response_format",
-                format!("response_format.type is {kind:?}, must be text, json_object or json_schema"),
-            )),
+            _ => Err(Self::unknown(&kind)),
         }
     }
 
-    fn schema(name: String, schema: Value) -> Result<Option<Self>, ApiError> {
+    /// Makes the form of a schema that came as JSON text.
+    ///
+    /// # Errors
+    /// 400 naming `response_format` if it is no JSON or no schema.
+    pub fn from_schema_text(name: String, text: &str) -> Result<Self, ApiError> {
+        let schema = serde_json::from_str(text).map_err(|error| {
+            ApiError::bad_request("response_format", format!("response_format.json_schema: {error}"))
+        })?;
+        Self::schema(name, schema)
+    }
+
+    /// Refuses a type of form that is none of the three.
+    #[must_use]
+    pub fn unknown(kind: &str) -> ApiError {
+        let message = format!("response_format.type is {kind:?}, must be text, json_object or json_schema");
+        ApiError::bad_request("response_format", message)
+    }
+
+    fn schema(name: String, schema: Value) -> Result<Self, ApiError> {
         if schema.is_object() || schema.is_boolean() {
-            Ok(Some(Self::JsonSchema { name, schema }))
+            Ok(Self::JsonSchema { name, schema })
         } else {
             Err(ApiError::bad_request(
                 "response_format",

@@ -302,6 +302,7 @@ impl EngineCalls for Fake {
             queued_prefill_tokens: 0,
             draining: false,
             counters: Default::default(),
+            grpc: false,
         })
     }
 

@@ -9,7 +9,6 @@ use std::sync::Arc;
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
 use axum::response::Response;
-use bytes::Bytes;
 use microserving_engine::{KvChange, KvEventBatch, KvEventStream};
 use microserving_protocol::{ApiError, KvEvent, KvEventKind, PageHash};
 use serde::Deserialize;
@@ -40,38 +39,44 @@ pub(crate) async fn kv_events(
             ApiError::bad_request("from", format!("from is {text:?}, must be a whole number, 0 or more"))
         })?,
     };
-    let following = Following {
-        events: app.engine.kv_events(from.checked_sub(1).unwrap_or(SNAPSHOT)),
-        ready: VecDeque::new(),
-        over: false,
-    };
-    Ok(sse::response(futures::stream::unfold(following, |mut following| async move {
-        let bytes = following.next().await?;
-        Some((bytes, following))
+    let following = Some(KvEvents::from(&app, from));
+    Ok(sse::response(futures::stream::unfold(following, |following| async move {
+        let mut following = following?;
+        match following.next().await {
+            Ok(event) => Some((sse::event(&event), Some(following))),
+            Err(error) => Some((sse::error(&error), None)),
+        }
     })))
 }
 
-struct Following {
+/// The changes of a context cache, without end as long as the engine lives.
+#[derive(Debug)]
+pub struct KvEvents {
     events: KvEventStream,
-    ready: VecDeque<Bytes>,
-    over: bool,
+    ready: VecDeque<KvEvent>,
 }
 
-impl Following {
-    async fn next(&mut self) -> Option<Bytes> {
+impl KvEvents {
+    /// Follows the changes from number `from` on, a snapshot first if some are gone or `from` is 0.
+    pub(crate) fn from(app: &App, from: u64) -> Self {
+        let events = app.engine.kv_events(from.checked_sub(1).unwrap_or(SNAPSHOT));
+        Self { events, ready: VecDeque::new() }
+    }
+
+    /// Waits for the next change.
+    ///
+    /// # Errors
+    /// When the engine drains or ends; nothing comes after that.
+    pub async fn next(&mut self) -> Result<KvEvent, ApiError> {
         loop {
-            if let Some(bytes) = self.ready.pop_front() {
-                return Some(bytes);
-            }
-            if self.over {
-                return None;
+            if let Some(event) = self.ready.pop_front() {
+                return Ok(event);
             }
             match self.events.next_batch().await {
-                Ok(batch) => self.ready.extend(wire_events(batch).iter().map(sse::event)),
+                Ok(batch) => self.ready.extend(wire_events(batch)),
                 Err(error) => {
                     debug!(%error, "a follower of cache events is let go");
-                    self.over = true;
-                    self.ready.push_back(sse::error(&api_error(&error)));
+                    return Err(api_error(&error));
                 }
             }
         }

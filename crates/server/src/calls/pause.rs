@@ -5,11 +5,11 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::State;
 use microserving_engine::Pause;
-use microserving_protocol::{PauseRequest, PauseResponse};
+use microserving_protocol::{ApiError, PauseRequest, PauseResponse};
 
 use crate::app::App;
 use crate::body::WholeBody;
-use crate::errors::Failure;
+use crate::errors::{Failure, api_error};
 
 /// Stops decoding and answers the tokens so far: the end of a live migration.
 pub(crate) async fn pause(
@@ -17,6 +17,12 @@ pub(crate) async fn pause(
     body: WholeBody,
 ) -> Result<Json<PauseResponse>, Failure> {
     let request = body.parse(PauseRequest::from_json).await?;
-    let reply = app.engine.pause(Pause { seq_id: request.seq_id, attempt: request.attempt }).await?;
-    Ok(Json(PauseResponse { token_ids: reply.tokens, microserving: None }))
+    Ok(Json(serve(&app, request).await?))
+}
+
+/// Serves the call, whatever wire it came over.
+pub(crate) async fn serve(app: &App, request: PauseRequest) -> Result<PauseResponse, ApiError> {
+    let call = Pause { seq_id: request.seq_id, attempt: request.attempt };
+    let reply = app.engine.pause(call).await.map_err(|error| api_error(&error))?;
+    Ok(PauseResponse { token_ids: reply.tokens, microserving: None })
 }

@@ -13,7 +13,7 @@ use microserving_protocol::{
 use super::key_of;
 use crate::app::App;
 use crate::body::WholeBody;
-use crate::errors::Failure;
+use crate::errors::{Failure, api_error};
 use crate::generate::{call_options, parameters};
 use crate::prompt;
 use crate::tracking::Arrival;
@@ -25,9 +25,18 @@ pub(crate) async fn remote_send(
     body: WholeBody,
 ) -> Result<Json<RemoteSendResponse>, Failure> {
     let request = body.parse(RemoteSendRequest::from_json).await?;
-    let params = parameters(&app, &request.completion, request.call.seq_id.as_ref())?;
+    Ok(Json(serve(&app, request, &arrival).await?))
+}
+
+/// Serves the call, whatever wire it came over.
+pub(crate) async fn serve(
+    app: &Arc<App>,
+    request: RemoteSendRequest,
+    arrival: &Arrival,
+) -> Result<RemoteSendResponse, ApiError> {
+    let params = parameters(app, &request.completion, request.call.seq_id.as_ref())?;
     let key = key_of(&request.call)?;
-    let prompt = prompt::tokens(&app, request.completion.prompt).await?;
+    let prompt = prompt::tokens(app, request.completion.prompt).await?;
     let kv_addr_info = addr_from_text(&request.kv_addr_info).map_err(|error| address_error(&error))?;
     let address = KvAddrInfo::decode(&kv_addr_info).map_err(|error| address_error(&error))?;
     // Only a `prep_recv` with `commit` hands out an address that reaches the end of the prompt.
@@ -39,18 +48,18 @@ pub(crate) async fn remote_send(
         range,
         kv_addr_info,
         recv_rank: request.recv_rank,
-        options: call_options(&app, &params, request.call.timeout),
+        options: call_options(app, &params, request.call.timeout),
     };
-    let reply = app.engine.remote_send(call).await?;
+    let reply = app.engine.remote_send(call).await.map_err(|error| api_error(&error))?;
     app.metrics.remote_send(arrival.at.elapsed());
-    Ok(Json(RemoteSendResponse {
+    Ok(RemoteSendResponse {
         sent_tokens: reply.sent_tokens,
         cached_tokens: reply.cached_tokens,
         computed_tokens: reply.computed_tokens,
         bytes: reply.bytes,
         transfer_seconds: reply.transfer.as_secs_f64(),
         exposed_transfer_seconds: reply.exposed_transfer.as_secs_f64(),
-    }))
+    })
 }
 
 fn address_error(error: &AddrError) -> ApiError {

@@ -9,6 +9,7 @@ use http::HeaderMap;
 use microserving_protocol::{ApiError, StartGenerateRequest, normalise_begin};
 
 use super::key_of;
+use crate::answer::Answer;
 use crate::app::App;
 use crate::body::WholeBody;
 use crate::deliver::{Delivery, deliver};
@@ -25,17 +26,27 @@ pub(crate) async fn start_generate(
     body: WholeBody,
 ) -> Result<Response, Failure> {
     let request = body.parse(StartGenerateRequest::from_json).await?;
-    let params = parameters(&app, &request.completion, request.call.seq_id.as_ref())?;
+    let (answer, delivery) = serve(&app, request, arrival, wants_stats(&headers)).await?;
+    Ok(deliver(answer, delivery).await?)
+}
+
+/// Serves the call, whatever wire it came over.
+pub(crate) async fn serve(
+    app: &Arc<App>,
+    request: StartGenerateRequest,
+    arrival: Arrival,
+    stats: bool,
+) -> Result<(Answer, Delivery), ApiError> {
+    let params = parameters(app, &request.completion, request.call.seq_id.as_ref())?;
     let key = key_of(&request.call)?;
     let prompt_text = prompt::text_of(&request.completion.prompt);
     if prompt_text.is_some() && request.generated_from.is_some() {
         return Err(ApiError::bad_request(
             "generated_from",
             "generated_from counts tokens, so prompt must be a list of token ids",
-        )
-        .into());
+        ));
     }
-    let prompt = prompt::tokens(&app, request.completion.prompt).await?;
+    let prompt = prompt::tokens(app, request.completion.prompt).await?;
     let begin = normalise_begin(request.begin, prompt.len())?;
     let len = prompt::len(&prompt)?;
     let generated_from = request.generated_from.unwrap_or(len);
@@ -55,11 +66,10 @@ pub(crate) async fn start_generate(
         generated_from,
         resume_from: request.resume_from,
         timeout: request.call.timeout,
-        stats: wants_stats(&headers),
+        stats,
         relay: false,
     };
-    let answer = generate(&app, generation, params, arrival).await?;
-    Ok(deliver(answer, delivery).await?)
+    Ok((generate(app, generation, params, arrival).await?, delivery))
 }
 
 /// Replayed output belongs to one choice, and a stream that is attached to has its own replay.

@@ -5,22 +5,27 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::State;
 use microserving_engine::{EngineCounters, EngineInfo, EngineState, PageCounts};
-use microserving_protocol::{CountersView, PagesView, StateView};
+use microserving_protocol::{ApiError, CountersView, PagesView, StateView};
 
-use crate::app::App;
-use crate::errors::Failure;
+use crate::app::{App, ServerConfig};
+use crate::errors::{Failure, api_error};
 
 /// Shows the engine's load.
 pub(crate) async fn state(State(app): State<Arc<App>>) -> Result<Json<StateView>, Failure> {
-    let state = app.engine.state().await?;
-    Ok(Json(view(app.engine.info(), &app.config.served_model_name, state)))
+    Ok(Json(serve(&app).await?))
 }
 
-fn view(info: &EngineInfo, model: &str, state: EngineState) -> StateView {
+/// Serves the call, whatever wire it came over.
+pub(crate) async fn serve(app: &App) -> Result<StateView, ApiError> {
+    let state = app.engine.state().await.map_err(|error| api_error(&error))?;
+    Ok(view(app.engine.info(), &app.config, state))
+}
+
+fn view(info: &EngineInfo, config: &ServerConfig, state: EngineState) -> StateView {
     StateView {
         engine_id: state.engine_id,
         incarnation: format!("{:016x}", state.incarnation.0),
-        model: model.to_owned(),
+        model: config.served_model_name.clone(),
         max_context: info.executor.max_context,
         page_size: state.page_size,
         layout_fingerprint: format!("{:016x}", info.executor.layout.fingerprint()),
@@ -32,6 +37,7 @@ fn view(info: &EngineInfo, model: &str, state: EngineState) -> StateView {
         queued_prefill_tokens: state.queued_prefill_tokens,
         draining: state.draining,
         counters: counters(state.counters),
+        grpc: config.grpc,
     }
 }
 

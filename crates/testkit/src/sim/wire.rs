@@ -289,6 +289,7 @@ impl SimEngine {
             queued_prefill_tokens: state.queued_prefill_tokens,
             draining: false,
             counters: CountersView::default(),
+            grpc: false,
         }
     }
 }
