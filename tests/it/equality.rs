@@ -169,6 +169,25 @@ fn toy_whole_matrix() -> Result<()> {
     cluster.wait_idle(std::time::Duration::from_secs(10))
 }
 
+/// The rest of these tests take the wire that the router chooses.
+#[test]
+fn toy_sample_over_each_wire() -> Result<()> {
+    for wire in ["rest", "grpc"] {
+        let options = ClusterOptions::toy(2).engine_args(["--transport", "shm", "--num-pages", "2048"]);
+        let mut cluster = Cluster::start(&options.wire(wire))?;
+        check_all(&cluster, sample(24))?;
+        for engine in 0..2 {
+            let calls = crate::wires::grpc_calls(&cluster, engine)?;
+            ensure!(
+                (calls > 0) == (wire == "grpc"),
+                "{wire}: engine {engine} was called {calls} times over gRPC"
+            );
+        }
+        cluster.wait_idle(std::time::Duration::from_secs(10))?;
+    }
+    Ok(())
+}
+
 #[test]
 fn toy_second_turn() -> Result<()> {
     let mut cluster = Cluster::start(&ClusterOptions::toy(2).engine_args([

@@ -10,6 +10,7 @@ mod operations;
 mod peer_death;
 mod python_clients;
 mod simulation;
+mod wires;
 
 /// A file that is not listed above would silently not run.
 #[test]

@@ -22,5 +22,9 @@ pub(crate) fn run() -> Result<()> {
     configuration::run(&configuration::Args::check())
 }
 
-/// Feature sets other than the default one, which everything above uses: no candle, and the model hub.
-const FEATURES: &[&[&str]] = &[&["--no-default-features"], &["--features", "microserving-engined/hub"]];
+/// Feature sets other than the default one, which everything above uses: no candle, and the model hub with the
+/// stub engine over gRPC.
+const FEATURES: &[&[&str]] = &[
+    &["--no-default-features"],
+    &["--examples", "--features", "microserving-engined/hub,microserving-examples/grpc"],
+];

@@ -39,6 +39,11 @@ pub trait EngineCalls: Send + Sync + fmt::Debug {
         false
     }
 
+    /// Returns the wire that its calls take now, for logs and operators.
+    fn wire(&self) -> &'static str {
+        "rest"
+    }
+
     /// Matches a prompt in the engine's context cache and reserves pages for the rest. Changes state: a leased reservation.
     async fn prep_recv(
         &self,

@@ -101,6 +101,10 @@ pub(crate) struct Options {
     )]
     pub(crate) listen: String,
 
+    /// Serve REST only. By default the calls are served over gRPC too, at the same address.
+    #[arg(long, env = "MICROSERVING_NO_GRPC", help_heading = "Cluster")]
+    pub(crate) no_grpc: bool,
+
     /// Name of this engine, unique in the cluster; by default drawn at start.
     #[arg(long, env = "MICROSERVING_ENGINE_ID", value_name = "NAME", help_heading = "Cluster")]
     pub(crate) engine_id: Option<String>,

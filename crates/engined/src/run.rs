@@ -7,7 +7,7 @@ use microserving_daemon::{ByteSize, Health, HttpServer, Refused, Shutdown};
 use microserving_engine::{Engine, EngineConfig, EngineHandle, EngineThread, Entropy};
 use microserving_executor::ExecutorInfo;
 use microserving_protocol::{ClusterKey, Incarnation};
-use microserving_server::{ServerConfig, router};
+use microserving_server::{EngineService, ServerConfig};
 use tokio::task::spawn_blocking;
 use tracing::{info, warn};
 
@@ -103,7 +103,11 @@ async fn start(options: &Options, health: &Health) -> Result<Started> {
         transport = engine.info().transport,
         "engine started"
     );
-    let routes = router(engine.clone(), text, server);
+    server.grpc = !options.no_grpc;
+    let service = EngineService::new(engine.clone(), text, server);
+    let beside =
+        if options.no_grpc { axum::Router::new() } else { microserving_grpc_server::routes(&service) };
+    let routes = service.router(beside);
     Ok(Started { engine, thread, routes })
 }
 

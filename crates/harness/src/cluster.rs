@@ -52,6 +52,12 @@ impl ClusterOptions {
         self
     }
 
+    /// Fixes the wire between router and engines: `rest` or `grpc`.
+    #[must_use]
+    pub fn wire(self, wire: &str) -> Self {
+        self.router_args(["--wire", wire])
+    }
+
     /// Adds arguments for the router.
     #[must_use]
     pub fn router_args<const N: usize>(mut self, args: [&str; N]) -> Self {

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use clap::Parser;
 use microserving_daemon::{Daemon, DaemonOptions, positive_seconds};
+use microserving_grpc::WirePolicy;
 use microserving_router::{Pattern, PlacementPolicy};
 
 /// Serves OpenAI's API over MicroServing engines, each request by a pattern of calls that can change while serving.
@@ -42,6 +43,10 @@ pub(crate) struct Options {
         help_heading = "Engines"
     )]
     pub(crate) decode: Vec<String>,
+
+    /// How engines are called: auto (gRPC where an engine offers it, else REST), grpc or rest.
+    #[arg(long, env = "MICROSERVING_WIRE", value_name = "WIRE", default_value_t, help_heading = "Engines")]
+    pub(crate) wire: WirePolicy,
 
     /// Engines that must be ready before the router says that it is.
     #[arg(long, env = "MICROSERVING_MIN_ENGINES", value_name = "N", default_value = "1", help_heading = "Engines",

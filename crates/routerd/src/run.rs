@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use microserving_client::{BadUrl, EngineAddress};
+use microserving_client::{BadUrl, EngineAddress, EngineCalls, EngineKind};
 use microserving_daemon::{Health, HttpServer, Refused, Shutdown};
+use microserving_grpc::{AnyWireClient, WirePolicy};
 use microserving_router::{EngineSpec, PromptCodec, Role, RouterConfig, RouterService};
 use microserving_text::TextBundle;
 use tokio::task::spawn_blocking;
@@ -89,7 +90,8 @@ fn engines(options: &Options) -> Result<Vec<EngineSpec>> {
                     format!("the engine {url} cannot prefill for others: it is of the kind {}", address.kind);
                 return Err(Refused(message).into());
             }
-            let spec = EngineSpec::at(&address, role).map_err(|error| Refused(error.to_string()))?;
+            let calls = connect(&address, options.wire).map_err(|error| Refused(error.to_string()))?;
+            let spec = EngineSpec { recv_rank: address.recv_rank, ..EngineSpec::new(calls, role) };
             if specs.iter().any(|known| known.calls.name() == spec.calls.name()) {
                 return Err(Refused(format!("the engine {url} is given twice")).into());
             }
@@ -107,6 +109,14 @@ fn engines(options: &Options) -> Result<Vec<EngineSpec>> {
         return Err(Refused(message).into());
     }
     Ok(specs)
+}
+
+/// Makes the client of an engine; one of ours takes the wire that it offers.
+fn connect(address: &EngineAddress, wire: WirePolicy) -> Result<Arc<dyn EngineCalls>, BadUrl> {
+    match address.kind {
+        EngineKind::Microserving => Ok(Arc::new(AnyWireClient::new(&address.url, wire)?)),
+        EngineKind::Mlc | EngineKind::OpenAi => address.connect(),
+    }
 }
 
 async fn codec(options: &Options) -> Result<Option<Arc<dyn PromptCodec>>> {

@@ -64,6 +64,7 @@ pub(crate) async fn engines(State(service): State<Arc<RouterService>>) -> Json<V
             json!({
                 "engine": engine.name(),
                 "kind": engine.kind().name(),
+                "wire": engine.calls().wire(),
                 "role": engine.role().name(),
                 "health": health,
                 "models": engine.models().iter().map(|card| card.id.clone()).collect::<Vec<_>>(),

@@ -5,7 +5,16 @@ use std::time::Duration;
 use http::Method;
 use serde_json::{Value, json};
 
-use crate::support::{Answer, Node, Settings, completion, one, prompt, two, with};
+use crate::support::{Answer, Node, Settings, completion, one, over, prompt, two, with};
+use crate::wires::Wire;
+
+over_both_wires! {
+    positions_outside_their_bounds,
+    keys_that_do_not_fit,
+    addresses_that_are_none_of_ours,
+    a_lease_ends,
+    an_engine_without_room_says_when_to_come_back,
+}
 
 fn check(case: &str, answer: &Answer, status: u16, param: Option<&str>) {
     assert_eq!(answer.status, status, "{case}: {}", answer.body);
@@ -66,11 +75,10 @@ async fn bodies_that_are_no_requests() {
     still_serves(&node).await;
 }
 
-#[tokio::test]
-async fn fields_out_of_type_or_bounds() {
-    let node = one(&Settings::default()).await;
+/// Fields that are wrong, with the status and the field that the error names.
+fn wrong_fields() -> Vec<(Value, u16, &'static str)> {
     let long = prompt(3000, 1);
-    let cases = [
+    vec![
         (json!({"prompt": ""}), 400, "prompt"),
         (json!({"prompt": []}), 400, "prompt"),
         (json!({"prompt": {}}), 422, "prompt"),
@@ -117,8 +125,13 @@ async fn fields_out_of_type_or_bounds() {
         ),
         (json!({"model": "another"}), 404, "model"),
         (json!({"debug_config": {"special_request": "x"}}), 400, "debug_config.special_request"),
-    ];
-    for (fields, status, param) in cases {
+    ]
+}
+
+#[tokio::test]
+async fn fields_out_of_type_or_bounds() {
+    let node = one(&Settings::default()).await;
+    for (fields, status, param) in wrong_fields() {
         for stream in [false, true] {
             let body = with(json!({"prompt": "x", "max_tokens": 3, "stream": stream}), fields.clone());
             let answer = node.post("/v1/completions", &body).await;
@@ -126,6 +139,35 @@ async fn fields_out_of_type_or_bounds() {
             check(&case, &answer, status, Some(param).filter(|param| !param.is_empty()));
         }
     }
+    still_serves(&node).await;
+}
+
+/// The same table, as far as messages can say it: there are no wrong types, and no parameters that are not implemented.
+#[tokio::test]
+async fn fields_out_of_bounds_in_messages() {
+    let node = one(&over(Wire::Grpc)).await;
+    let unsayable = [
+        json!({"prompt": [1, -2]}),
+        json!({"temperature": "NaN"}),
+        json!({"logit_bias": {"x": 1}}),
+        json!({"suffix": "x"}),
+        json!({"best_of": 3}),
+        json!({"debug_config": {"special_request": "x"}}),
+    ];
+    let mut num_cases = 0;
+    for (fields, status, param) in wrong_fields() {
+        if status == 422 || unsayable.contains(&fields) {
+            continue;
+        }
+        num_cases += 1;
+        for stream in [false, true] {
+            let body = json!({"prompt": "x", "max_tokens": 3, "stream": stream, "begin": 0});
+            let answer = node.post("/microserving/start_generate", &with(body, fields.clone())).await;
+            let case: String = fields.to_string().chars().take(80).collect();
+            check(&case, &answer, status, Some(param).filter(|param| !param.is_empty()));
+        }
+    }
+    assert!(num_cases >= 25, "{num_cases}");
     still_serves(&node).await;
 }
 
@@ -151,9 +193,8 @@ async fn chats_out_of_form() {
     still_serves(&node).await;
 }
 
-#[tokio::test]
-async fn positions_outside_their_bounds() {
-    let (p, d) = two(&Settings { lease: Duration::from_secs(1), ..Settings::default() }).await;
+async fn positions_outside_their_bounds(wire: Wire) {
+    let (p, d) = two(&Settings { lease: Duration::from_secs(1), ..over(wire) }).await;
     let tokens = prompt(20, 1);
     for end in [20, 21, -21, i64::MAX, i64::MIN] {
         let body = with(completion(&tokens, 4), json!({"end": end}));
@@ -189,24 +230,23 @@ async fn positions_outside_their_bounds() {
     still_serves(&d).await;
 }
 
-#[tokio::test]
-async fn keys_that_do_not_fit() {
-    let (_p, d) = two(&Settings { lease: Duration::from_secs(1), ..Settings::default() }).await;
+async fn keys_that_do_not_fit(wire: Wire) {
+    let (_p, d) = two(&Settings { lease: Duration::from_secs(1), ..over(wire) }).await;
     let tokens = prompt(20, 1);
     let prep = |fields: Value| with(with(completion(&tokens, 4), json!({"end": -1})), fields);
-    check(
-        "two keys",
-        &d.post("/microserving/prep_recv", &prep(json!({"user": "a", "seq_id": "b"}))).await,
-        400,
-        Some("seq_id"),
-    );
+    if wire == Wire::Rest {
+        // gRPC has one name for the key, and it is a string.
+        let two = prep(json!({"user": "a", "seq_id": "b"}));
+        check("two keys", &d.post("/microserving/prep_recv", &two).await, 400, Some("seq_id"));
+        let number = prep(json!({"user": 5}));
+        check("a number", &d.post("/microserving/prep_recv", &number).await, 422, Some("user"));
+    }
     check(
         "an empty key",
         &d.post("/microserving/prep_recv", &prep(json!({"seq_id": ""}))).await,
         400,
         Some("seq_id"),
     );
-    check("a number", &d.post("/microserving/prep_recv", &prep(json!({"user": 5}))).await, 422, Some("user"));
     check(
         "no key",
         &d.post("/microserving/prep_recv", &prep(json!({"attempt": 2}))).await,
@@ -241,10 +281,9 @@ async fn keys_that_do_not_fit() {
     still_serves(&d).await;
 }
 
-#[tokio::test]
-async fn addresses_that_are_none_of_ours() {
-    let (p, d) = two(&Settings { lease: Duration::from_secs(1), ..Settings::default() }).await;
-    let other_layout = one(&Settings { page_size: 8, ..Settings::default() }).await;
+async fn addresses_that_are_none_of_ours(wire: Wire) {
+    let (p, d) = two(&Settings { lease: Duration::from_secs(1), ..over(wire) }).await;
+    let other_layout = one(&Settings { page_size: 8, ..over(wire) }).await;
     let tokens = prompt(40, 1);
     let prep = with(completion(&tokens, 4), json!({"end": -1, "user": "a"}));
     let prep = d.call("/microserving/prep_recv", &prep).await;
@@ -281,9 +320,8 @@ async fn addresses_that_are_none_of_ours() {
     still_serves(&d).await;
 }
 
-#[tokio::test]
-async fn a_lease_ends() {
-    let (p, d) = two(&Settings { lease: Duration::from_millis(200), ..Settings::default() }).await;
+async fn a_lease_ends(wire: Wire) {
+    let (p, d) = two(&Settings { lease: Duration::from_millis(200), ..over(wire) }).await;
     let tokens = prompt(40, 1);
     let prep = with(completion(&tokens, 4), json!({"end": -1, "user": "a"}));
     let prep = d.call("/microserving/prep_recv", &prep).await;
@@ -334,9 +372,8 @@ async fn chunked(node: &Node, size: usize) -> Answer {
     Answer { status, headers, body: body.to_owned() }
 }
 
-#[tokio::test]
-async fn an_engine_without_room_says_when_to_come_back() {
-    let settings = Settings { num_pages: 4, lease: Duration::from_secs(1), ..Settings::default() };
+async fn an_engine_without_room_says_when_to_come_back(wire: Wire) {
+    let settings = Settings { num_pages: 4, lease: Duration::from_secs(1), ..over(wire) };
     let d = one(&settings).await;
     let body = |seq_id: &str, len| with(completion(&prompt(len, 1), 4), json!({"end": -1, "user": seq_id}));
     d.call("/microserving/prep_recv", &body("a", 49)).await;

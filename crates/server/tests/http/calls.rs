@@ -4,7 +4,22 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::support::{Node, Settings, completion, one, prompt, two, with};
+use crate::support::{Node, Settings, completion, one, over, prompt, two, with};
+use crate::wires::Wire;
+
+over_both_wires! {
+    disaggregated_tokens_are_those_of_one_engine,
+    what_d_matched_is_neither_computed_nor_sent,
+    a_client_without_keys_uses_its_transfer,
+    a_key_never_seen_is_plain_generation,
+    another_engine_goes_on_where_the_first_stopped,
+    a_stream_can_be_attached_to,
+    a_context_moves_by_commit,
+    a_generation_pauses_and_is_aborted,
+    an_abort_that_overtakes_its_call_wins,
+    changes_of_the_cache_can_be_followed,
+    followers_are_let_go_when_the_engine_drains,
+}
 
 async fn text_alone(tokens: &[u32], max_tokens: u32) -> String {
     let node = one(&Settings::default()).await;
@@ -37,12 +52,11 @@ async fn three_calls(
     (prep, sent, answer["choices"][0]["text"].as_str().unwrap().to_owned())
 }
 
-#[tokio::test]
-async fn disaggregated_tokens_are_those_of_one_engine() {
+async fn disaggregated_tokens_are_those_of_one_engine(wire: Wire) {
     for (case, (len, end)) in
         [(2, -1), (16, -1), (17, -1), (40, -1), (40, 20), (40, 16), (100, 3)].into_iter().enumerate()
     {
-        let (p, d) = two(&Settings::default()).await;
+        let (p, d) = two(&over(wire)).await;
         let tokens = prompt(len, 5);
         let key = if case % 2 == 0 { json!({"user": "r1"}) } else { json!({"seq_id": "r1", "attempt": 3}) };
         let (prep, sent, text) = three_calls(&p, &d, &tokens, end, key).await;
@@ -63,9 +77,8 @@ async fn disaggregated_tokens_are_those_of_one_engine() {
     }
 }
 
-#[tokio::test]
-async fn what_d_matched_is_neither_computed_nor_sent() {
-    let (p, d) = two(&Settings::default()).await;
+async fn what_d_matched_is_neither_computed_nor_sent(wire: Wire) {
+    let (p, d) = two(&over(wire)).await;
     let tokens = prompt(60, 2);
     d.call("/v1/completions", &completion(&tokens[..40], 1)).await;
     let (prep, sent, text) = three_calls(&p, &d, &tokens, -1, json!({"user": "r"})).await;
@@ -81,9 +94,8 @@ async fn what_d_matched_is_neither_computed_nor_sent() {
 }
 
 /// The client of the printed example: no key, no `debug_config`, a stream at the end.
-#[tokio::test]
-async fn a_client_without_keys_uses_its_transfer() {
-    let (p, d) = two(&Settings::default()).await;
+async fn a_client_without_keys_uses_its_transfer(wire: Wire) {
+    let (p, d) = two(&over(wire)).await;
     let tokens = prompt(50, 8);
     let prep =
         d.call("/microserving/prep_recv", &json!({"prompt": tokens, "end": -1, "stream": false})).await;
@@ -99,9 +111,8 @@ async fn a_client_without_keys_uses_its_transfer() {
     d.wait_idle().await;
 }
 
-#[tokio::test]
-async fn a_key_never_seen_is_plain_generation() {
-    let d = one(&Settings::default()).await;
+async fn a_key_never_seen_is_plain_generation(wire: Wire) {
+    let d = one(&over(wire)).await;
     let tokens = prompt(33, 4);
     let body = with(completion(&tokens, 8), json!({"begin": -1, "user": "fresh"}));
     let answer = d.call("/microserving/start_generate", &body).await;
@@ -110,17 +121,16 @@ async fn a_key_never_seen_is_plain_generation() {
     d.wait_idle().await;
 }
 
-#[tokio::test]
-async fn another_engine_goes_on_where_the_first_stopped() {
+async fn another_engine_goes_on_where_the_first_stopped(wire: Wire) {
     let tokens = prompt(30, 6);
     let options = json!({"return_token_ids": true, "stop": ["qqqq"], "temperature": 0.9, "seed": 11});
-    let first = one(&Settings::default()).await;
+    let first = one(&over(wire)).await;
     let whole = with(with(completion(&tokens, 24), options.clone()), json!({"begin": 0}));
     let whole = first.call("/microserving/start_generate", &whole).await;
     let text = whole["choices"][0]["text"].as_str().unwrap();
     let ids: Vec<u32> = serde_json::from_value(whole["choices"][0]["token_ids"].clone()).unwrap();
     for cut in [1, 7, 23] {
-        let second = one(&Settings::default()).await;
+        let second = one(&over(wire)).await;
         let mut replay = tokens.clone();
         replay.extend(&ids[..cut]);
         let body = with(
@@ -134,9 +144,8 @@ async fn another_engine_goes_on_where_the_first_stopped() {
     }
 }
 
-#[tokio::test]
-async fn a_stream_can_be_attached_to() {
-    let d = one(&Settings::default()).await;
+async fn a_stream_can_be_attached_to(wire: Wire) {
+    let d = one(&over(wire)).await;
     let body = with(completion(&prompt(20, 1), 12), json!({"begin": 0, "user": "a"}));
     let whole = d.call("/microserving/start_generate", &body).await;
     let text = whole["choices"][0]["text"].as_str().unwrap();
@@ -146,9 +155,8 @@ async fn a_stream_can_be_attached_to() {
     assert_eq!(d.state().await.counters.decode_tokens, 12, "nothing was computed twice");
 }
 
-#[tokio::test]
-async fn a_context_moves_by_commit() {
-    let (p, d) = two(&Settings::default()).await;
+async fn a_context_moves_by_commit(wire: Wire) {
+    let (p, d) = two(&over(wire)).await;
     let tokens = prompt(48, 3);
     let prep = json!({"prompt": tokens, "end": 48, "commit": true, "seq_id": "m"});
     let prep = d.call("/microserving/prep_recv", &prep).await;
@@ -164,9 +172,8 @@ async fn a_context_moves_by_commit() {
     assert_eq!(after["usage"]["prompt_tokens_details"]["cached_tokens"], 48);
 }
 
-#[tokio::test]
-async fn a_generation_pauses_and_is_aborted() {
-    let d = one(&Settings { step_time: Duration::from_millis(5), ..Settings::default() }).await;
+async fn a_generation_pauses_and_is_aborted(wire: Wire) {
+    let d = one(&Settings { step_time: Duration::from_millis(5), ..over(wire) }).await;
     let body = with(completion(&prompt(20, 1), 500), json!({"begin": 0, "user": "a", "stream": true}));
     let streaming = async { d.post("/microserving/start_generate", &body).await };
     let pausing = async {
@@ -199,9 +206,8 @@ async fn a_generation_pauses_and_is_aborted() {
     d.wait_idle().await;
 }
 
-#[tokio::test]
-async fn an_abort_that_overtakes_its_call_wins() {
-    let d = one(&Settings::default()).await;
+async fn an_abort_that_overtakes_its_call_wins(wire: Wire) {
+    let d = one(&over(wire)).await;
     d.call("/microserving/abort", &json!({"seq_id": "a"})).await;
     let body = with(completion(&prompt(20, 1), 4), json!({"end": -1, "seq_id": "a"}));
     let answer = d.post("/microserving/prep_recv", &body).await;
@@ -209,9 +215,8 @@ async fn an_abort_that_overtakes_its_call_wins() {
     d.wait_idle().await;
 }
 
-#[tokio::test]
-async fn changes_of_the_cache_can_be_followed() {
-    let d = one(&Settings::default()).await;
+async fn changes_of_the_cache_can_be_followed(wire: Wire) {
+    let d = one(&over(wire)).await;
     d.call("/v1/completions", &completion(&prompt(40, 1), 1)).await;
     for (from, kind) in [("", "snapshot"), ("?from=0", "snapshot"), ("?from=1", "stored")] {
         let events = first_events(&d, from, 1).await;
@@ -231,9 +236,8 @@ async fn changes_of_the_cache_can_be_followed() {
     assert_eq!((bad.status, bad.json()["error"]["param"].as_str()), (400, Some("from")));
 }
 
-#[tokio::test]
-async fn followers_are_let_go_when_the_engine_drains() {
-    let d = one(&Settings::default()).await;
+async fn followers_are_let_go_when_the_engine_drains(wire: Wire) {
+    let d = one(&over(wire)).await;
     let following = d.get("/microserving/kv_events");
     let draining = async {
         // Any moment will do: a follower that comes after the drain is let go as well.
@@ -250,6 +254,10 @@ async fn followers_are_let_go_when_the_engine_drains() {
 }
 
 async fn first_events(d: &Node, query: &str, count: usize) -> Vec<Value> {
+    if d.wire == Wire::Grpc {
+        let from = query.strip_prefix("?from=").map_or(0, |from| from.parse().unwrap());
+        return d.grpc.first_events(from, count).await;
+    }
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let mut stream = tokio::net::TcpStream::connect(d.address).await.unwrap();
     let request = format!("GET /microserving/kv_events{query} HTTP/1.1\r\nhost: x\r\n\r\n");

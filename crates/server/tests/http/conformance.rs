@@ -5,7 +5,10 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
-use crate::support::{Settings, completion, two};
+use crate::support::{Settings, completion, over, two};
+use crate::wires::Wire;
+
+over_both_wires!(the_recorded_flows_answer_in_the_recorded_shape);
 
 fn fixtures() -> Option<PathBuf> {
     match std::env::var_os("MICROSERVING_FIXTURES") {
@@ -20,8 +23,7 @@ fn fixtures() -> Option<PathBuf> {
     }
 }
 
-#[tokio::test]
-async fn the_recorded_flows_answer_in_the_recorded_shape() {
+async fn the_recorded_flows_answer_in_the_recorded_shape(wire: Wire) {
     let Some(path) = fixtures() else { return };
     let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     let mut flows: BTreeMap<String, Vec<Value>> = BTreeMap::new();
@@ -34,7 +36,7 @@ async fn the_recorded_flows_answer_in_the_recorded_shape() {
     for (flow, mut rows) in flows {
         rows.sort_by_key(|row| row["seq"].as_u64());
         // A page of 5 tokens lets the recorded match of 10 tokens be a match here.
-        let (p, d) = two(&Settings { page_size: 5, ..Settings::default() }).await;
+        let (p, d) = two(&Settings { page_size: 5, ..over(wire) }).await;
         let matched = rows.iter().filter_map(|row| {
             let response: Value = serde_json::from_str(row["response"].as_str()?).ok()?;
             response["prefix_matched_length"].as_u64()

@@ -6,15 +6,64 @@ use microserving_engine::EngineState;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
 
-use crate::support::{Node, Settings, completion, one, prompt, with};
+use crate::support::{Node, Settings, completion, one, over, prompt, with};
+use crate::wires::Wire;
 
-async fn post_raw(node: &Node, path: &str, body: &Value) -> TcpStream {
-    let mut stream = TcpStream::connect(node.address).await.unwrap();
-    let body = body.to_string();
-    let request = format!("POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}", body.len());
-    stream.write_all(request.as_bytes()).await.unwrap();
-    stream
+over_both_wires! {
+    gone_in_the_middle_of_a_stream,
+    gone_while_waiting_for_a_whole_answer,
+    gone_before_the_first_token,
+    a_reader_that_does_not_read_holds_nobody_up,
+}
+
+/// A generation that was asked for, and of whose answer nothing is read beyond its beginning. Dropping it goes away.
+enum Call {
+    Tcp(TcpStream),
+    Grpc { first: oneshot::Receiver<()>, holding: JoinHandle<()> },
+}
+
+impl Call {
+    async fn begin(node: &Node, body: Value) -> Self {
+        let body = with(body, json!({"begin": 0}));
+        if node.wire == Wire::Grpc {
+            let (sender, first) = oneshot::channel();
+            let caller = node.grpc.clone();
+            let holding = tokio::spawn(async move {
+                let mut messages = caller.open(&body).await.unwrap().into_inner();
+                messages.message().await.unwrap().unwrap();
+                let _ = sender.send(());
+                std::future::pending::<()>().await;
+            });
+            return Self::Grpc { first, holding };
+        }
+        let mut stream = TcpStream::connect(node.address).await.unwrap();
+        let (path, body) = ("/microserving/start_generate", body.to_string());
+        let request =
+            format!("POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+        stream.write_all(request.as_bytes()).await.unwrap();
+        Self::Tcp(stream)
+    }
+
+    /// Waits for the beginning of the answer.
+    async fn first(&mut self) {
+        match self {
+            Self::Tcp(stream) => {
+                stream.read_exact(&mut [0; 64]).await.unwrap();
+            }
+            Self::Grpc { first, .. } => first.await.unwrap(),
+        }
+    }
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        if let Self::Grpc { holding, .. } = self {
+            holding.abort();
+        }
+    }
 }
 
 async fn wait_for(node: &Node, what: &str, holds: impl Fn(&EngineState) -> bool) {
@@ -27,52 +76,49 @@ async fn wait_for(node: &Node, what: &str, holds: impl Fn(&EngineState) -> bool)
     assert!(done.is_ok(), "{what}: {:?}", node.state().await);
 }
 
-fn slow() -> Settings {
-    Settings { step_time: Duration::from_millis(10), ..Settings::default() }
+fn slow(wire: Wire) -> Settings {
+    Settings { step_time: Duration::from_millis(10), ..over(wire) }
 }
 
-#[tokio::test]
-async fn gone_in_the_middle_of_a_stream() {
-    let node = one(&slow()).await;
-    let body = with(completion(&prompt(20, 1), 1500), json!({"stream": true}));
-    let mut stream = post_raw(&node, "/v1/completions", &body).await;
-    let mut some = [0; 64];
-    stream.read_exact(&mut some).await.unwrap();
-    drop(stream);
+async fn gone_in_the_middle_of_a_stream(wire: Wire) {
+    let node = one(&slow(wire)).await;
+    let mut call = Call::begin(&node, with(completion(&prompt(20, 1), 1500), json!({"stream": true}))).await;
+    call.first().await;
+    drop(call);
     wait_for(&node, "aborted", |state| state.counters.aborted == 1).await;
     let steps = node.state().await.counters.steps;
     assert!(steps < 200, "{steps} steps for a client that left at once");
     node.wait_idle().await;
 }
 
-#[tokio::test]
-async fn gone_while_waiting_for_a_whole_answer() {
-    let node = one(&slow()).await;
-    let stream = post_raw(&node, "/v1/completions", &completion(&prompt(20, 1), 1500)).await;
+async fn gone_while_waiting_for_a_whole_answer(wire: Wire) {
+    let node = one(&slow(wire)).await;
+    let call = Call::begin(&node, completion(&prompt(20, 1), 1500)).await;
     wait_for(&node, "running", |state| state.running == 1).await;
-    drop(stream);
+    drop(call);
     wait_for(&node, "aborted", |state| state.counters.aborted == 1).await;
     node.wait_idle().await;
 }
 
-#[tokio::test]
-async fn gone_before_the_first_token() {
-    let node = one(&slow()).await;
+async fn gone_before_the_first_token(wire: Wire) {
+    let node = one(&slow(wire)).await;
     let body = with(completion(&prompt(1500, 1), 100), json!({"stream": true, "n": 4}));
-    let stream = post_raw(&node, "/v1/completions", &body).await;
+    let call = Call::begin(&node, body).await;
     wait_for(&node, "taken", |state| state.running + state.waiting > 0).await;
-    drop(stream);
+    drop(call);
     node.wait_idle().await;
     assert_eq!(node.state().await.counters.aborted, 1);
 }
 
-#[tokio::test]
-async fn a_reader_that_does_not_read_holds_nobody_up() {
-    let node = one(&Settings::default()).await;
+async fn a_reader_that_does_not_read_holds_nobody_up(wire: Wire) {
+    let node = one(&over(wire)).await;
     let body = with(completion(&prompt(20, 1), 1900), json!({"stream": true, "logprobs": 20}));
-    let stalled = post_raw(&node, "/v1/completions", &body).await;
+    let stalled = Call::begin(&node, body).await;
     wait_for(&node, "all computed", |state| state.counters.decode_tokens >= 1900).await;
     node.call("/v1/completions", &completion(&prompt(10, 2), 5)).await;
+    // Neither on another connection nor on the same one.
+    let keyless = with(completion(&prompt(10, 3), 5), json!({"begin": 0}));
+    node.call("/microserving/start_generate", &keyless).await;
     node.wait_idle().await;
     drop(stalled);
 }

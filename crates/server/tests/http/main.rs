@@ -2,10 +2,15 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may end by it")]
 
+#[macro_use]
+mod wires;
+
 mod bad_input;
 mod calls;
+mod clients;
 mod conformance;
 mod disconnects;
+mod grpc;
 mod openai;
 mod operations;
 mod support;

@@ -5,19 +5,21 @@ use std::time::Duration;
 
 use axum::Router;
 use bytes::Bytes;
+use clap::Parser;
 use http::{HeaderMap, Method, Request};
 use http_body_util::{BodyExt, Full};
 use hyper_util::client::legacy::Client as HyperClient;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
+use microserving_daemon::{DaemonOptions, Health, HttpServer, Shutdown};
 use microserving_engine::{Engine, EngineConfig, EngineHandle, EngineState, EngineThread, Entropy};
 use microserving_executor::{ToyConfig, ToyExecutor};
 use microserving_protocol::{ClusterKey, Incarnation};
-use microserving_server::{ModelText, ServerConfig, router};
+use microserving_server::{EngineService, ModelText, ServerConfig};
 use microserving_transport::LoopbackHub;
 use serde_json::{Value, json};
-use tokio::net::TcpListener;
-use tokio::task::JoinHandle;
+
+use crate::wires::{GrpcCaller, Wire};
 
 /// What tests vary.
 #[derive(Clone, Debug)]
@@ -29,6 +31,15 @@ pub(crate) struct Settings {
     pub(crate) step_time: Duration,
     pub(crate) max_body_bytes: usize,
     pub(crate) eos_one_in: u64,
+    pub(crate) wire: Wire,
+    pub(crate) offers_grpc: bool,
+    /// What it says of that, if not the truth.
+    pub(crate) claims_grpc: Option<bool>,
+}
+
+/// The usual, over a wire.
+pub(crate) fn over(wire: Wire) -> Settings {
+    Settings { wire, ..Settings::default() }
 }
 
 impl Default for Settings {
@@ -41,6 +52,9 @@ impl Default for Settings {
             step_time: Duration::ZERO,
             max_body_bytes: 1 << 20,
             eos_one_in: 0,
+            wire: Wire::Rest,
+            offers_grpc: true,
+            claims_grpc: None,
         }
     }
 }
@@ -49,15 +63,11 @@ impl Default for Settings {
 pub(crate) struct Node {
     pub(crate) address: SocketAddr,
     pub(crate) engine: EngineHandle,
-    serving: JoinHandle<()>,
+    pub(crate) wire: Wire,
+    pub(crate) grpc: GrpcCaller,
+    _server: HttpServer,
     _thread: EngineThread,
     client: HyperClient<HttpConnector, Full<Bytes>>,
-}
-
-impl Drop for Node {
-    fn drop(&mut self) {
-        self.serving.abort();
-    }
 }
 
 /// A whole answer.
@@ -134,12 +144,19 @@ impl Node {
         let mut config = ServerConfig::new("toy");
         config.max_body_bytes = settings.max_body_bytes;
         config.default_timeout = Some(Duration::from_secs(60));
-        let routes: Router = router(engine.clone(), ModelText::toy(), config);
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        let serving = tokio::spawn(async move { axum::serve(listener, routes).await.unwrap() });
+        config.grpc = settings.claims_grpc.unwrap_or(settings.offers_grpc);
+        let service = EngineService::new(engine.clone(), ModelText::toy(), config);
+        let (options, health) = daemon_options();
+        let shutdown = Shutdown::manual(Duration::ZERO);
+        let server = HttpServer::bind("127.0.0.1:0", &options, health.clone(), shutdown).await.unwrap();
+        let grpc =
+            if settings.offers_grpc { microserving_grpc_server::routes(&service) } else { Router::new() };
+        server.install(service.router(grpc));
+        health.ready();
+        let address = server.address();
         let client = HyperClient::builder(TokioExecutor::new()).build_http();
-        Self { address, engine, serving, _thread: thread, client }
+        let grpc = GrpcCaller::new(&format!("http://{address}"));
+        Self { address, engine, wire: settings.wire, grpc, _server: server, _thread: thread, client }
     }
 
     pub(crate) async fn send(&self, request: Request<Full<Bytes>>) -> Answer {
@@ -153,7 +170,7 @@ impl Node {
                 body: String::from_utf8(body.to_vec()).unwrap(),
             }
         };
-        tokio::time::timeout(Duration::from_secs(60), answer).await.expect("an answer within a minute")
+        in_time(answer).await
     }
 
     pub(crate) fn request(&self, method: Method, path: &str, body: impl Into<Bytes>) -> Request<Full<Bytes>> {
@@ -162,10 +179,20 @@ impl Node {
     }
 
     pub(crate) async fn get(&self, path: &str) -> Answer {
+        if self.wire == Wire::Grpc
+            && let Some(answer) = in_time(self.grpc.get(path)).await
+        {
+            return answer;
+        }
         self.send(self.request(Method::GET, path, "")).await
     }
 
     pub(crate) async fn post(&self, path: &str, body: &Value) -> Answer {
+        if self.wire == Wire::Grpc
+            && let Some(answer) = in_time(self.grpc.post(path, body)).await
+        {
+            return answer;
+        }
         self.send(self.request(Method::POST, path, body.to_string())).await
     }
 
@@ -200,6 +227,21 @@ impl Node {
             panic!("not idle: {:?} {:?}", self.state().await, self.engine.sequences().await);
         }
     }
+}
+
+async fn in_time<T>(answer: impl Future<Output = T>) -> T {
+    tokio::time::timeout(Duration::from_secs(60), answer).await.expect("an answer within a minute")
+}
+
+#[derive(Debug, Parser)]
+struct Options {
+    #[command(flatten)]
+    daemon: DaemonOptions,
+}
+
+/// Options of a server around an engine, and what it says of its health.
+pub(crate) fn daemon_options() -> (DaemonOptions, Health) {
+    (Options::parse_from(["test"]).daemon, Health::new())
 }
 
 /// One engine.
