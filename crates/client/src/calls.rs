@@ -8,8 +8,8 @@ use bytes::Bytes;
 use futures::Stream;
 use microserving_protocol::{
     AbortRequest, AbortResponse, ApiError, CommitRequest, CommitResponse, CompletionRequest,
-    CompletionResponse, KvEvent, ModelList, PrepRecvRequest, PrepRecvResponse, RemoteSendRequest,
-    RemoteSendResponse, StartGenerateRequest, StateView,
+    CompletionResponse, KvEvent, ModelList, PauseRequest, PauseResponse, PrepRecvRequest, PrepRecvResponse,
+    RemoteSendRequest, RemoteSendResponse, StartGenerateRequest, StateView,
 };
 
 use crate::{CallContext, ClientError, Door, EngineKind, Relayed, Written};
@@ -84,6 +84,15 @@ pub trait EngineCalls: Send + Sync + fmt::Debug {
 
     /// Keeps received KV in the context cache without generating.
     async fn commit(&self, cx: &CallContext, request: &CommitRequest) -> Result<CommitResponse, ClientError>;
+
+    /// Stops decoding and answers the tokens so far; the sequence keeps its pages until it is aborted. Changes state.
+    ///
+    /// An engine that cannot be stopped says so, with 501.
+    async fn pause(&self, cx: &CallContext, request: &PauseRequest) -> Result<PauseResponse, ClientError> {
+        let _ = (cx, request);
+        let error = ApiError::new(501, "this engine cannot pause a sequence");
+        Err(ClientError::Refused { engine: self.name().to_owned(), error: Box::new(error) })
+    }
 
     /// Generates by the engine's own OpenAI door, `POST /v1/completions`.
     async fn completions(

@@ -11,8 +11,8 @@ use http::{HeaderMap, HeaderValue, Method, Request, Response, header};
 use http_body_util::{BodyExt, Limited};
 use microserving_protocol::{
     AbortRequest, AbortResponse, ApiError, CommitRequest, CommitResponse, CompletionRequest,
-    CompletionResponse, ModelList, PrepRecvRequest, PrepRecvResponse, RemoteSendRequest, RemoteSendResponse,
-    StartGenerateRequest, StateView,
+    CompletionResponse, ModelList, PauseRequest, PauseResponse, PrepRecvRequest, PrepRecvResponse,
+    RemoteSendRequest, RemoteSendResponse, StartGenerateRequest, StateView,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -243,6 +243,10 @@ impl EngineCalls for HttpEngineClient {
 
     async fn commit(&self, cx: &CallContext, request: &CommitRequest) -> Result<CommitResponse, ClientError> {
         self.post(cx, "/microserving/commit", request).await
+    }
+
+    async fn pause(&self, cx: &CallContext, request: &PauseRequest) -> Result<PauseResponse, ClientError> {
+        self.post(cx, "/microserving/pause", request).await
     }
 
     async fn completions(

@@ -12,9 +12,9 @@ use microserving_client::{
     Relayed,
 };
 use microserving_protocol::{
-    AbortRequest, AbortResponse, CommitRequest, CommitResponse, CompletionRequest, ModelList,
-    PrepRecvRequest, PrepRecvResponse, RemoteSendRequest, RemoteSendResponse, StartGenerateRequest,
-    StateView,
+    AbortRequest, AbortResponse, CommitRequest, CommitResponse, CompletionRequest, ModelList, PauseRequest,
+    PauseResponse, PrepRecvRequest, PrepRecvResponse, RemoteSendRequest, RemoteSendResponse,
+    StartGenerateRequest, StateView,
 };
 use tracing::info;
 
@@ -167,6 +167,10 @@ impl EngineCalls for AnyWireClient {
 
     async fn commit(&self, cx: &CallContext, request: &CommitRequest) -> Result<CommitResponse, ClientError> {
         self.call(|| self.grpc.commit(cx, request), || self.rest.commit(cx, request)).await
+    }
+
+    async fn pause(&self, cx: &CallContext, request: &PauseRequest) -> Result<PauseResponse, ClientError> {
+        self.call(|| self.grpc.pause(cx, request), || self.rest.pause(cx, request)).await
     }
 
     async fn completions(

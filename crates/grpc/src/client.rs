@@ -13,8 +13,8 @@ use microserving_client::{
 };
 use microserving_protocol::{
     AbortRequest, AbortResponse, AddrError, ApiError, CommitRequest, CommitResponse, CompletionRequest,
-    ModelList, PrepRecvRequest, PrepRecvResponse, RemoteSendRequest, RemoteSendResponse,
-    StartGenerateRequest, StateView,
+    ModelList, PauseRequest, PauseResponse, PrepRecvRequest, PrepRecvResponse, RemoteSendRequest,
+    RemoteSendResponse, StartGenerateRequest, StateView,
 };
 use tokio::time::Instant;
 use tonic::metadata::MetadataValue;
@@ -27,6 +27,7 @@ use crate::wire::engine_client::EngineClient;
 
 /// Answers larger than this are refused, as over REST.
 const MAX_MESSAGE_BYTES: usize = 256 << 20;
+
 /// An engine reached over gRPC, all calls on one connection. Cheap to clone; clones share it.
 #[derive(Clone)]
 pub struct GrpcEngineClient {
@@ -55,20 +56,6 @@ impl GrpcEngineClient {
         let engine =
             EngineClient::with_origin(Channel::new(), origin).max_decoding_message_size(MAX_MESSAGE_BYTES);
         Ok(Self { engine, rest })
-    }
-
-    /// Stops decoding and returns the tokens so far.
-    ///
-    /// # Errors
-    /// As every call.
-    pub async fn pause(
-        &self,
-        cx: &CallContext,
-        request: &microserving_protocol::PauseRequest,
-    ) -> Result<microserving_protocol::PauseResponse, ClientError> {
-        let request = self.request(cx, wire::SequenceRequest::from(request))?;
-        let mut engine = self.engine.clone();
-        Ok(self.in_time(cx.deadline, engine.pause(request)).await?.into_inner().into())
     }
 
     /// Puts what the calls of a request share beside a message, as metadata.
@@ -246,6 +233,12 @@ impl EngineCalls for GrpcEngineClient {
         let request = self.request(cx, wire::SequenceRequest::from(request))?;
         let mut engine = self.engine.clone();
         Ok(self.in_time(cx.deadline, engine.commit(request)).await?.into_inner().into())
+    }
+
+    async fn pause(&self, cx: &CallContext, request: &PauseRequest) -> Result<PauseResponse, ClientError> {
+        let request = self.request(cx, wire::SequenceRequest::from(request))?;
+        let mut engine = self.engine.clone();
+        Ok(self.in_time(cx.deadline, engine.pause(request)).await?.into_inner().into())
     }
 
     async fn completions(

@@ -8,7 +8,7 @@ use microserving_client::{CallContext, ClientError, EngineCalls, HttpEngineClien
 use microserving_grpc::{AnyWireClient, GrpcEngineClient, WirePolicy};
 use microserving_protocol::{
     AbortRequest, ApiError, Attempt, CallOptions, CommitRequest, CompletionRequest, KvEventKind,
-    PrepRecvRequest, Prompt, RemoteSendRequest, SeqId, StartGenerateRequest, TokenId,
+    PauseRequest, PrepRecvRequest, Prompt, RemoteSendRequest, SeqId, StartGenerateRequest, TokenId,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
@@ -125,6 +125,8 @@ async fn the_three_calls(wire: Wire) {
     assert_eq!(d_calls.state(&cx).await.unwrap().engine_id.as_str(), "d");
     assert!(d_calls.tokenizer(&cx).await.unwrap().is_object());
     assert!(!d_calls.abort(&cx, &AbortRequest::new(SeqId::from("nobody"))).await.unwrap().aborted);
+    let error = d_calls.pause(&cx, &PauseRequest::new(SeqId::from("nobody"))).await.unwrap_err();
+    assert_eq!(error.to_api_error().code.as_deref(), Some("unknown_sequence"));
     d.wait_idle().await;
     p.wait_idle().await;
 }
