@@ -125,7 +125,7 @@ async fn the_three_calls(wire: Wire) {
     assert_eq!(d_calls.state(&cx).await.unwrap().engine_id.as_str(), "d");
     assert!(d_calls.tokenizer(&cx).await.unwrap().is_object());
     assert!(!d_calls.abort(&cx, &AbortRequest::new(SeqId::from("nobody"))).await.unwrap().aborted);
-    let error = d_calls.pause(&cx, &PauseRequest::new(SeqId::from("nobody"))).await.unwrap_err();
+    let error = d_calls.pause(&cx, &PauseRequest::new(SeqId::from("stranger"))).await.unwrap_err();
     assert_eq!(error.to_api_error().code.as_deref(), Some("unknown_sequence"));
     d.wait_idle().await;
     p.wait_idle().await;
