@@ -32,7 +32,7 @@ pub(crate) async fn open(
     let mut attempts = Attempts::new(shared, program, request, call);
     loop {
         let ctx = attempts.next();
-        match in_time(call, first_chunk(program, &ctx, request)).await {
+        match in_time(call, first_chunk(attempts.program, &ctx, request)).await {
             Ok((first, rest)) => return Ok(Opened { first, rest, stats: ctx.stats }),
             Err(error) => attempts.judge(error)?,
         }
@@ -50,7 +50,7 @@ pub(crate) async fn collect(
     let mut attempts = Attempts::new(shared, program, request, call);
     loop {
         let ctx = attempts.next();
-        match in_time(call, whole(program, &ctx, request, &mut on_chunk)).await {
+        match in_time(call, whole(attempts.program, &ctx, request, &mut on_chunk)).await {
             Ok(answer) => return Ok((answer, ctx.stats)),
             Err(error) => attempts.judge(error)?,
         }
@@ -103,6 +103,8 @@ struct Attempts<'a> {
     made: u32,
     troubles: Troubles,
     last: Option<Error>,
+    /// Says who serves instead of the program, and why; for the client and the statistics.
+    instead: Option<String>,
 }
 
 impl<'a> Attempts<'a> {
@@ -113,18 +115,31 @@ impl<'a> Attempts<'a> {
         call: &'a CallContext,
     ) -> Self {
         shared.traffic.arrive();
-        Self { shared, program, request, call, made: 0, troubles: Troubles::default(), last: None }
+        Self {
+            shared,
+            program,
+            request,
+            call,
+            made: 0,
+            troubles: Troubles::default(),
+            last: None,
+            instead: None,
+        }
     }
 
     fn next(&mut self) -> Ctx {
         let attempt = Attempt(self.made);
         self.made += 1;
+        let stats = StatsCell::default();
+        if let Some(instead) = &self.instead {
+            stats.set_pattern(instead);
+        }
         Ctx {
             shared: self.shared.clone(),
             call: self.call.clone(),
             attempt,
             troubles: self.troubles.clone(),
-            stats: StatsCell::default(),
+            stats,
             moves_kv: self.program.moves_kv(),
         }
     }
@@ -132,6 +147,14 @@ impl<'a> Attempts<'a> {
     /// Returns the error if there is to be no other attempt. When the engines have run out, what the last one said tells the client
     /// more than that there is none left.
     fn judge(&mut self, error: Error) -> Result<(), Error> {
+        // It is another attempt also for the engines: what the program had begun there is on its way out.
+        if let (Error::Program { program, reason, .. }, Some(fallback)) = (&error, self.program.fallback()) {
+            self.shared.metrics.program_failure(program, reason);
+            let failed = self.program.label(program);
+            self.instead = Some(format!("{}; fallback of {failed}: {reason}", fallback.pattern()));
+            self.program = fallback.program();
+            return Ok(());
+        }
         if let (Error::NoEngine { .. }, Some(last)) = (&error, self.last.take()) {
             return Err(last);
         }

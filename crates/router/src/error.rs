@@ -46,6 +46,16 @@ pub enum Error {
     /// The deadline passed before the answer was complete.
     #[error("the request's deadline has passed")]
     Deadline,
+    /// The program is at fault, not an engine.
+    #[error("{program} failed ({reason}): {message}")]
+    Program {
+        /// The program.
+        program: String,
+        /// One word, for metrics and headers.
+        reason: &'static str,
+        /// What happened.
+        message: String,
+    },
     /// The request itself cannot be served.
     #[error("{0}")]
     Api(Box<ApiError>),
@@ -70,7 +80,12 @@ impl Error {
             }
             Self::Call { source, .. } => source.is_worth_another_engine(),
             Self::Preempted { .. } | Self::Incomplete { .. } => true,
-            Self::NoEngine { .. } | Self::NotReady { .. } | Self::Deadline | Self::Api(_) => false,
+            // Its fallback is another matter than another attempt.
+            Self::NoEngine { .. }
+            | Self::NotReady { .. }
+            | Self::Deadline
+            | Self::Program { .. }
+            | Self::Api(_) => false,
         }
     }
 
@@ -90,6 +105,7 @@ impl Error {
             Self::Preempted { .. } => "preempted",
             Self::Incomplete { .. } => "incomplete",
             Self::Deadline => "deadline",
+            Self::Program { .. } => "program",
             Self::Api(_) => "request",
         }
     }
@@ -108,6 +124,7 @@ impl Error {
             }
             Self::Preempted { .. } | Self::Incomplete { .. } => ApiError::unavailable(self.to_string(), soon),
             Self::Deadline => ApiError::timeout(self.to_string()),
+            Self::Program { .. } => ApiError::internal(self.to_string()).with_code("program_failed"),
             Self::Api(error) => (**error).clone(),
         }
     }

@@ -71,6 +71,7 @@ mod program;
 mod programs;
 mod prompt;
 mod request;
+mod scripts;
 mod seat;
 mod service;
 mod stats;
@@ -89,12 +90,13 @@ pub use pattern::{BadPattern, Pattern, Patterns, ProgramFactory};
 pub use placement::{Placement, PlacementPolicy};
 pub use predict::{Outlook, Prediction, ProfileSource};
 pub use prefix::{HeldPrefix, PrefixIndex};
-pub use program::{Program, TokenStream};
+pub use program::{Fallback, Program, TokenStream};
 pub use programs::{
     Adaptive, AdaptiveFactory, Balanced, BalancedFactory, DataParallel, PrefillDecode, Roles,
 };
 pub use prompt::PromptCodec;
 pub use request::Request;
+pub use scripts::{BadScript, ProgramLoader, Script, ScriptCounts};
 pub use seat::{Prepared, Seat};
 pub use service::{RouterConfig, RouterService};
 pub use tasks::RouterTasks;

@@ -49,6 +49,12 @@ struct ReasonLabel {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ProgramFailureLabels {
+    program: String,
+    reason: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct PhaseLabel {
     phase: String,
 }
@@ -83,6 +89,7 @@ pub struct Metrics {
     kv_bytes: Counter,
     exposed_transfer: Counter<f64, AtomicU64>,
     pub(crate) pattern_changes: Counter,
+    program_failures: Family<ProgramFailureLabels, Counter>,
     engine_ready: Family<EngineLabel, Gauge>,
     engine_in_flight: Family<EngineLabel, Gauge>,
     prediction_ratio: Family<PredictionLabels, Gauge<f64, AtomicU64>>,
@@ -154,6 +161,12 @@ impl Metrics {
         );
         let pattern_changes = Counter::default();
         registry.register("pattern_changes", "Changes of the pattern in use", pattern_changes.clone());
+        let program_failures = Family::default();
+        registry.register(
+            "program_failures",
+            "Requests that a program failed by its own fault and its fallback served, by program and reason",
+            program_failures.clone(),
+        );
         let engine_ready = Family::default();
         registry.register("engine_ready", "Whether an engine gets requests", engine_ready.clone());
         let engine_in_flight = Family::default();
@@ -183,6 +196,7 @@ impl Metrics {
             kv_bytes,
             exposed_transfer,
             pattern_changes,
+            program_failures,
             engine_ready,
             engine_in_flight,
             prediction_ratio,
@@ -247,6 +261,11 @@ impl Metrics {
         let label = EngineLabel { engine: name.to_owned() };
         self.engine_ready.remove(&label);
         self.engine_in_flight.remove(&label);
+    }
+
+    pub(crate) fn program_failure(&self, program: &str, reason: &str) {
+        let labels = ProgramFailureLabels { program: program.to_owned(), reason: reason.to_owned() };
+        self.program_failures.get_or_create(&labels).inc();
     }
 
     /// Renders everything in OpenMetrics text.

@@ -8,7 +8,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use serde_json::{Map, Value};
 
 use crate::programs::{AdaptiveFactory, BalancedFactory};
-use crate::{DataParallel, Parameter, Parameters, PrefillDecode, Program};
+use crate::{DataParallel, Fallback, Parameter, Parameters, PrefillDecode, Program};
 
 /// A pattern as configuration, headers and `PUT /admin/v1/pattern` name it: `prefill_decode`, `balanced:0.25`,
 /// `name:key=value,key=value`.
@@ -252,6 +252,16 @@ impl Patterns {
             }
             Ok(factory)
         })
+    }
+
+    /// Makes a pattern the fallback of another one.
+    ///
+    /// # Errors
+    /// If there is no such pattern, or it needs a fallback itself.
+    pub fn fallback(&self, pattern: &Pattern) -> Result<Fallback, BadPattern> {
+        let chosen = self.choose(Some(pattern))?;
+        Fallback::new(chosen.text.clone(), chosen.program.clone())
+            .ok_or_else(|| BadPattern::parameter(&pattern.name, "", "needs a fallback itself"))
     }
 
     /// Returns the program for a request that names `pattern`, or none.

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use async_trait::async_trait;
@@ -32,6 +33,42 @@ pub trait Program: Send + Sync + fmt::Debug {
     /// # Errors
     /// Whatever the calls return; the caller decides whether to try again.
     async fn serve(&self, ctx: &Ctx, request: &Request) -> Result<TokenStream, Error>;
+
+    /// Returns what answers say served them, given the pattern's text. By default that text.
+    fn label(&self, pattern: &str) -> String {
+        pattern.to_owned()
+    }
+
+    /// Returns what serves a request that this program fails by its own fault, with [`Error::Program`]. By default nothing.
+    fn fallback(&self) -> Option<&Fallback> {
+        None
+    }
+}
+
+/// The pattern that serves what a program cannot.
+#[derive(Clone, Debug)]
+pub struct Fallback {
+    pattern: String,
+    program: Arc<dyn Program>,
+}
+
+impl Fallback {
+    /// Names a program; one that has a fallback itself would be none.
+    pub(crate) fn new(pattern: String, program: Arc<dyn Program>) -> Option<Self> {
+        program.fallback().is_none().then_some(Self { pattern, program })
+    }
+
+    /// Returns the pattern as text.
+    #[must_use]
+    pub fn pattern(&self) -> &str {
+        &self.pattern
+    }
+
+    /// Returns the program.
+    #[must_use]
+    pub fn program(&self) -> &dyn Program {
+        &*self.program
+    }
 }
 
 /// The chunks of one answer, usage last. Dropping it cancels the generation.

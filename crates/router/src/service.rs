@@ -14,10 +14,11 @@ use crate::ctx::Shared;
 use crate::pattern::Fixed;
 use crate::predict::Traffic;
 use crate::prompt::Codecs;
+use crate::scripts::Scripts;
 use crate::tasks::Spawner;
 use crate::{
     BadPattern, Cluster, EngineSpec, Error, Metrics, Pattern, Patterns, Placement, PlacementPolicy, Program,
-    ProgramFactory, PromptCodec, Randomness, RouterTasks,
+    ProgramFactory, ProgramLoader, PromptCodec, Randomness, RouterTasks,
 };
 
 /// How a router works.
@@ -31,6 +32,10 @@ pub struct RouterConfig {
     pub programs: Vec<Arc<dyn Program>>,
     /// Makers of programs with parameters, likewise.
     pub factories: Vec<Arc<dyn ProgramFactory>>,
+    /// Whoever makes programs of text, so that scripts can be loaded while serving.
+    pub loader: Option<Arc<dyn ProgramLoader>>,
+    /// Scripts to begin with: names and texts.
+    pub scripts: Vec<(String, String)>,
     /// How engines are chosen.
     pub placement: PlacementPolicy,
     /// How long a request may take, all calls together.
@@ -54,6 +59,8 @@ impl RouterConfig {
             pattern: Pattern::named("data_parallel"),
             programs: Vec::new(),
             factories: Vec::new(),
+            loader: None,
+            scripts: Vec::new(),
             placement: PlacementPolicy::default(),
             request_timeout: Duration::from_secs(600),
             max_in_flight: 4096,
@@ -69,6 +76,7 @@ impl RouterConfig {
 pub struct RouterService {
     pub(crate) shared: Shared,
     pub(crate) patterns: Patterns,
+    pub(crate) scripts: Scripts,
     pub(crate) codecs: Codecs,
     pub(crate) randomness: Randomness,
     pub(crate) slots: Arc<Semaphore>,
@@ -81,10 +89,19 @@ impl RouterService {
     /// Makes a router and starts its tasks; must be called on a tokio runtime.
     ///
     /// # Errors
-    /// If the configured pattern does not exist.
+    /// If the configured pattern does not exist, or a script is broken.
     pub fn start(config: RouterConfig) -> Result<(Arc<Self>, RouterTasks), BadPattern> {
         let fixed = config.programs.into_iter().map(|program| Arc::new(Fixed(program)) as Arc<_>);
-        let patterns = Patterns::new(&config.pattern, fixed.chain(config.factories).collect())?;
+        // Scripts build on the other patterns, and the one in use may be a script.
+        let first = Pattern::named("data_parallel");
+        let patterns = Patterns::new(&first, fixed.chain(config.factories).collect())?;
+        let scripts = Scripts::new(config.loader);
+        for (name, source) in &config.scripts {
+            scripts
+                .put(&patterns, name, source)
+                .map_err(|error| BadPattern::new(format!("script {name}: {}", error.message)))?;
+        }
+        patterns.set(&config.pattern)?;
         let metrics = Arc::new(Metrics::new());
         let (aborts, queue) = AbortQueue::new(metrics.clone());
         let shared = Shared {
@@ -100,6 +117,7 @@ impl RouterService {
         let service = Self {
             shared,
             patterns,
+            scripts,
             codecs: Codecs::new(config.codec),
             randomness: config.randomness,
             slots: Arc::new(Semaphore::new(config.max_in_flight.min(Semaphore::MAX_PERMITS))),

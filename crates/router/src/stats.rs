@@ -17,6 +17,16 @@ impl StatsCell {
         self.with(|stats| stats.matched_tokens = tokens);
     }
 
+    /// Notes that another pattern serves than the one asked for.
+    pub(crate) fn set_pattern(&self, pattern: &str) {
+        self.with(|stats| pattern.clone_into(&mut stats.pattern));
+    }
+
+    /// Returns the pattern that serves, if it is another one than asked for.
+    pub(crate) fn pattern(&self) -> Option<String> {
+        self.with(|stats| (!stats.pattern.is_empty()).then(|| stats.pattern.clone()))
+    }
+
     /// Adds one `remote_send`; a program may use several.
     pub(crate) fn sent(&self, engine: &str, answer: &RemoteSendResponse) {
         self.with(|stats| {

@@ -133,7 +133,8 @@ impl Answer {
         metrics: &Metrics,
     ) -> (Usage, ServingStats) {
         let usage = stats.finish(usage, own.as_ref());
-        let stats = ServingStats { pattern: self.pattern.clone(), ..stats.get() };
+        let pattern = stats.pattern().unwrap_or_else(|| self.pattern.clone());
+        let stats = ServingStats { pattern, ..stats.get() };
         let (first, last) = (self.first.unwrap_or(self.arrival), self.last.unwrap_or(self.arrival));
         metrics.answer(&self.program, last - self.arrival, last - first, &usage, &stats);
         (usage, stats)

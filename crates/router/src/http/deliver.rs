@@ -43,7 +43,7 @@ impl Delivery {
         text: Option<String>,
         chat: bool,
     ) -> Self {
-        let pattern = chosen.text.clone();
+        let pattern = chosen.program.label(&chosen.text);
         let answer = Answer::new(arrival, call, chosen.program.name(), pattern, model, completion, text);
         Self { answer, program: chosen.program.clone(), stream: completion.stream, chat }
     }
@@ -57,17 +57,21 @@ pub(crate) async fn deliver(
     mut record: RequestRecord,
     slot: OwnedSemaphorePermit,
 ) -> Response {
-    let pattern = HeaderValue::from_str(&delivery.answer.pattern).ok();
+    let mut pattern = delivery.answer.pattern.clone();
     let call = delivery.answer.call.clone();
     let seq_id = request.seq_id().clone();
     let outcome = if delivery.stream {
         match attempts::open(&service.shared, &*delivery.program, &request, &call).await {
-            Ok(opened) => Ok(Events::begin(service, request, delivery, opened, record, slot).into_response()),
+            Ok(opened) => {
+                pattern = opened.stats.pattern().unwrap_or(pattern);
+                Ok(Events::begin(service, request, delivery, opened, record, slot).into_response())
+            }
             Err(error) => Err((error, record)),
         }
     } else {
         match whole(service, &request, delivery).await {
-            Ok(response) => {
+            Ok((response, instead)) => {
+                pattern = instead.unwrap_or(pattern);
                 record.set_status(200);
                 Ok(response)
             }
@@ -79,20 +83,27 @@ pub(crate) async fn deliver(
         record.set_status(error.status);
         Failure(error).into_response()
     });
-    if let Some(pattern) = pattern {
+    if let Ok(pattern) = HeaderValue::from_str(&pattern) {
         response.headers_mut().insert(headers::PATTERN, pattern);
     }
     response
 }
 
-async fn whole(service: &RouterService, request: &Request, delivery: Delivery) -> Result<Response, Error> {
+/// Returns the answer, and the pattern that served if it is another one than asked for.
+async fn whole(
+    service: &RouterService,
+    request: &Request,
+    delivery: Delivery,
+) -> Result<(Response, Option<String>), Error> {
     let Delivery { mut answer, program, chat, .. } = delivery;
     let metrics = &service.shared.metrics;
     let call = answer.call.clone();
     let (whole, stats) =
         attempts::collect(&service.shared, &*program, request, &call, || answer.note_chunk(metrics)).await?;
     let whole = answer.whole(request.seq_id(), whole, &stats, metrics);
-    Ok(if chat { Json(chat_response(whole)).into_response() } else { Json(whole).into_response() })
+    let response =
+        if chat { Json(chat_response(whole)).into_response() } else { Json(whole).into_response() };
+    Ok((response, stats.pattern()))
 }
 
 /// Logs what went wrong, and returns what the client is told.

@@ -8,6 +8,7 @@ mod headers;
 mod info;
 mod openapi;
 mod respond;
+mod scripts;
 
 use std::sync::Arc;
 
@@ -68,6 +69,26 @@ fn routes() -> Vec<Route> {
             ],
         ),
         route("/admin/v1/engines", get(admin::engines), &[("get", "The engines as the router sees them")]),
+        route("/admin/v1/scripts", get(scripts::list), &[("get", "The scripts there are")]),
+        route(
+            "/admin/v1/scripts/{name}",
+            get(scripts::get).put(scripts::put).delete(scripts::remove),
+            &[
+                ("get", "A script: its text, its revision, how it has done"),
+                ("put", "Load a script, or with dry_run=true only try it"),
+                ("delete", "Take a script away"),
+            ],
+        ),
+        route(
+            "/admin/v1/scripts/{name}/rollback",
+            post(scripts::roll_back),
+            &[("post", "Put the revision before back into use")],
+        ),
+        route(
+            "/admin/v1/scripts/{name}/dry_run",
+            post(scripts::dry_run),
+            &[("post", "Run a script over a recorded trace, without an engine")],
+        ),
     ]
 }
 

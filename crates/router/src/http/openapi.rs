@@ -40,9 +40,8 @@ pub(crate) async fn document() -> Json<Value> {
 
 fn operation(method: &str, path: &str, summary: &str) -> Value {
     let mut parameters = Vec::new();
-    if path.contains("{model}") {
-        parameters
-            .push(json!({"name": "model", "in": "path", "required": true, "schema": {"type": "string"}}));
+    for name in path.split('{').skip(1).filter_map(|rest| rest.split_once('}')).map(|(name, _)| name) {
+        parameters.push(json!({"name": name, "in": "path", "required": true, "schema": {"type": "string"}}));
     }
     if path.ends_with("completions") {
         for (name, about) in [
@@ -65,9 +64,12 @@ fn operation(method: &str, path: &str, summary: &str) -> Value {
             },
         },
     });
-    if method != "get" {
-        operation["requestBody"] =
-            json!({"required": true, "content": {"application/json": {"schema": {"type": "object"}}}});
-    }
+    let (kind, schema) = match (method, path.ends_with("/scripts/{name}")) {
+        ("get" | "delete", _) => return operation,
+        (_, true) => ("text/plain", "string"),
+        (_, false) => ("application/json", "object"),
+    };
+    operation["requestBody"] =
+        json!({"required": !path.contains("/{name}/"), "content": {kind: {"schema": {"type": schema}}}});
     operation
 }

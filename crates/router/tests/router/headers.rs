@@ -82,7 +82,13 @@ async fn every_route_that_is_described_is_served() {
         for method in operations.as_object().expect("operations").keys() {
             let path = path.replace("{model}", "toy");
             let answer = world.call(&method.to_uppercase(), &path, &[], "{}").await;
-            assert!(!matches!(answer.status.as_u16(), 404 | 405 | 500), "{method} {path}: {}", answer.status);
+            // A thing that is not there is answered 404 too, by who looked for it.
+            let unserved = answer.status == 404 && answer.body.contains("no such path");
+            assert!(
+                !unserved && !matches!(answer.status.as_u16(), 405 | 500),
+                "{method} {path}: {}",
+                answer.status
+            );
         }
     }
     world.end().await;

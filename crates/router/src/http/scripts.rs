@@ -1,0 +1,114 @@
+//! What operators do with scripts.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::body::Bytes;
+use axum::extract::rejection::{PathRejection, QueryRejection};
+use axum::extract::{Path, Query, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use microserving_protocol::ApiError;
+use serde::Deserialize;
+use serde_json::{Value, json};
+use tracing::info;
+
+use super::respond::{Failure, WholeBody};
+use crate::{BadScript, RouterService};
+
+type Name = Result<Path<String>, PathRejection>;
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct PutOptions {
+    #[serde(default)]
+    dry_run: bool,
+}
+
+/// Returns the scripts there are, without their texts.
+pub(crate) async fn list(State(service): State<Arc<RouterService>>) -> Json<Value> {
+    Json(json!({"scripts": service.scripts.list()}))
+}
+
+/// Returns one script: its text, its revision, and how it has done.
+pub(crate) async fn get(
+    State(service): State<Arc<RouterService>>,
+    name: Name,
+) -> Result<Json<Value>, Failure> {
+    Ok(Json(service.scripts.get(&read_name(name)?)?))
+}
+
+/// Loads a script from its source text, or only tries it.
+pub(crate) async fn put(
+    State(service): State<Arc<RouterService>>,
+    name: Name,
+    options: Result<Query<PutOptions>, QueryRejection>,
+    WholeBody(body): WholeBody,
+) -> Result<Response, Failure> {
+    let name = read_name(name)?;
+    let Query(options) = options.map_err(|error| ApiError::bad_request("dry_run", error.body_text()))?;
+    let source = text(&body)?;
+    // Before anything else, so that the answer has line and column as numbers too.
+    if let Err(bad) = service.scripts.loader()?.load(&name, source, &service.patterns) {
+        return Ok(refused(&bad));
+    }
+    if options.dry_run {
+        let loader = service.scripts.loader()?;
+        return Ok(Json(loader.dry_run(&name, source, &service.patterns, None).await?).into_response());
+    }
+    let shown = service.scripts.put(&service.patterns, &name, source)?;
+    info!(target: "audit", script = name, revision = %shown["revision"], "script loaded");
+    Ok(Json(shown).into_response())
+}
+
+/// Runs a script that is loaded over the trace in the body, or over a small one of the loader's own.
+pub(crate) async fn dry_run(
+    State(service): State<Arc<RouterService>>,
+    name: Name,
+    WholeBody(body): WholeBody,
+) -> Result<Json<Value>, Failure> {
+    let name = read_name(name)?;
+    let source = service.scripts.source(&name)?;
+    let trace = (!body.is_empty()).then_some(&body[..]);
+    Ok(Json(service.scripts.loader()?.dry_run(&name, &source, &service.patterns, trace).await?))
+}
+
+/// Puts the revision before the one in use back into use.
+pub(crate) async fn roll_back(
+    State(service): State<Arc<RouterService>>,
+    name: Name,
+) -> Result<Json<Value>, Failure> {
+    let name = read_name(name)?;
+    let shown = service.scripts.roll_back(&service.patterns, &name)?;
+    info!(target: "audit", script = name, revision = %shown["revision"], "script rolled back");
+    Ok(Json(shown))
+}
+
+/// Takes a script away, unless it is the pattern in use.
+pub(crate) async fn remove(
+    State(service): State<Arc<RouterService>>,
+    name: Name,
+) -> Result<Json<Value>, Failure> {
+    let name = read_name(name)?;
+    service.scripts.remove(&service.patterns, &name)?;
+    info!(target: "audit", script = name, "script removed");
+    Ok(Json(json!({"name": name, "removed": true})))
+}
+
+fn read_name(name: Name) -> Result<String, ApiError> {
+    name.map(|Path(name)| name).map_err(|rejection| ApiError::bad_request("name", rejection.body_text()))
+}
+
+fn text(body: &Bytes) -> Result<&str, ApiError> {
+    std::str::from_utf8(body).map_err(|_| ApiError::bad_request("source", "the source is not UTF-8"))
+}
+
+/// The usual error, with the place beside it.
+fn refused(bad: &BadScript) -> Response {
+    let error = bad.to_api_error();
+    let mut body: Value = serde_json::from_str(&error.to_json()).unwrap_or_default();
+    body["error"]["line"] = bad.line.into();
+    body["error"]["column"] = bad.column.into();
+    let headers = [(header::CONTENT_TYPE, "application/json")];
+    (StatusCode::BAD_REQUEST, headers, body.to_string()).into_response()
+}
