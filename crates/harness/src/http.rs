@@ -106,6 +106,26 @@ pub fn put(url: &str, body: &Value) -> Result<Answer> {
     whole(request.send(body.to_string().as_bytes()).with_context(|| format!("PUT {url}"))?)
 }
 
+/// Sends any bytes by PUT.
+///
+/// # Errors
+/// If nobody answers; an error status is an [`Answer`].
+pub fn put_bytes(url: &str, headers: &[(&str, &str)], body: &[u8]) -> Result<Answer> {
+    let mut request = agent(CALL_TIMEOUT).put(url);
+    for (name, value) in headers {
+        request = request.header(*name, *value);
+    }
+    whole(request.send(body).with_context(|| format!("PUT {url}"))?)
+}
+
+/// Sends a DELETE.
+///
+/// # Errors
+/// If nobody answers; an error status is an [`Answer`].
+pub fn delete(url: &str) -> Result<Answer> {
+    whole(agent(CALL_TIMEOUT).delete(url).call().with_context(|| format!("DELETE {url}"))?)
+}
+
 /// A server-sent-event stream that is being read.
 pub struct EventStream {
     /// The status code; the body is an error if it is not 200.

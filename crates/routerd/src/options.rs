@@ -64,6 +64,22 @@ pub(crate) struct Options {
     )]
     pub(crate) pattern: Pattern,
 
+    /// Script to load as a pattern: NAME=PATH. May be given several times.
+    #[arg(
+        long,
+        env = "MICROSERVING_SCRIPTS",
+        value_name = "NAME=PATH",
+        value_delimiter = ',',
+        help_heading = "Routing"
+    )]
+    pub(crate) script: Vec<String>,
+
+    /// Scripts that may run at once, those that wait for an engine included; more requests wait for a second, then the
+    /// script's fallback serves them.
+    #[arg(long, env = "MICROSERVING_SCRIPT_RUNS", value_name = "N", default_value = "256",
+          help_heading = "Routing", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(crate) script_runs: u32,
+
     /// How engines are chosen: prefix (nearest first token, by load and by cached prefix), least-loaded or round-robin.
     #[arg(
         long,

@@ -8,6 +8,7 @@ use microserving_client::{BadUrl, EngineAddress, EngineCalls, EngineKind};
 use microserving_daemon::{Health, HttpServer, Refused, Shutdown};
 use microserving_grpc::{AnyWireClient, WirePolicy};
 use microserving_router::{EngineSpec, PromptCodec, Role, RouterConfig, RouterService};
+use microserving_script::{Limits, ScriptLoader};
 use microserving_text::TextBundle;
 use tokio::task::spawn_blocking;
 use tracing::{info, warn};
@@ -28,6 +29,9 @@ pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
     config.request_timeout = options.request_timeout_seconds;
     config.max_in_flight = options.max_in_flight as usize;
     config.codec = codec(&options).await?;
+    config.scripts = scripts(&options)?;
+    let limits = Limits { concurrent_runs: options.script_runs as usize, ..Limits::default() };
+    config.loader = Some(Arc::new(ScriptLoader::new(limits)));
     let num_engines = config.engines.len();
 
     let (service, tasks) = RouterService::start(config).map_err(|error| Refused(error.to_string()))?;
@@ -117,6 +121,19 @@ fn connect(address: &EngineAddress, wire: WirePolicy) -> Result<Arc<dyn EngineCa
         EngineKind::Microserving => Ok(Arc::new(AnyWireClient::new(&address.url, wire)?)),
         EngineKind::Mlc | EngineKind::OpenAi => address.connect(),
     }
+}
+
+/// Reads the scripts to begin with: names and texts.
+fn scripts(options: &Options) -> Result<Vec<(String, String)>> {
+    let read = |given: &String| {
+        let Some((name, path)) = given.split_once('=') else {
+            return Err(Refused(format!("the script {given:?} must be written NAME=PATH")).into());
+        };
+        let source =
+            std::fs::read_to_string(path).with_context(|| format!("cannot read the script {path}"))?;
+        Ok((name.to_owned(), source))
+    };
+    options.script.iter().map(read).collect()
 }
 
 async fn codec(options: &Options) -> Result<Option<Arc<dyn PromptCodec>>> {
