@@ -9,6 +9,7 @@ mod mixed_load;
 mod operations;
 mod peer_death;
 mod python_clients;
+mod relay;
 mod scripts;
 mod simulation;
 mod wires;

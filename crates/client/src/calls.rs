@@ -128,8 +128,13 @@ pub trait EngineCalls: Send + Sync + fmt::Debug {
         Err(ClientError::Refused { engine: self.name().to_owned(), error: Box::new(error) })
     }
 
+    /// Says whether [`EngineCalls::relay`] is worth trying. Changes nothing.
+    fn may_relay(&self) -> bool {
+        false
+    }
+
     /// Passes a client's body to the engine's door of the same name, and returns the answer as the engine wrote it for the client;
-    /// nothing if the engine does not know of relaying. The parts of `body` follow each other.
+    /// nothing if the engine turns out not to know of relaying. The parts of `body` follow each other.
     async fn relay(
         &self,
         cx: &CallContext,

@@ -291,6 +291,10 @@ impl EngineCalls for HttpEngineClient {
         Ok(Box::pin(events.into_events()))
     }
 
+    fn may_relay(&self) -> bool {
+        true
+    }
+
     async fn relay(
         &self,
         cx: &CallContext,

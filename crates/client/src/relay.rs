@@ -7,7 +7,6 @@ use std::task::{Context, Poll, ready};
 use bytes::{Bytes, BytesMut};
 use futures::Stream;
 use microserving_protocol::{ApiError, RELAY_HEADER, RelayCutter, RelayPart, RelayUsage};
-use tokio::time::{Instant, Sleep, sleep_until};
 
 use crate::connection::Body;
 use crate::http::{chain, retry_after};
@@ -38,7 +37,7 @@ impl Door {
 }
 
 /// The events of an answer. Ends after the part that holds `[DONE]` and the usage, or with one error; dropping it cancels the
-/// generation.
+/// generation. Its reader watches the deadline, as it has more to do at it than to stop.
 pub type RelayStream = Pin<Box<dyn Stream<Item = Result<RelayPart, ClientError>> + Send>>;
 
 /// An answer as the engine wrote it for the client.
@@ -100,7 +99,7 @@ impl HttpEngineClient {
         }
         let Some(mark) = head.headers.get(RELAY_HEADER) else { return Ok(None) };
         if head.is_event_stream() {
-            return Ok(Some(Relayed::Stream(Box::pin(RelayedEvents::new(engine, cx.deadline, body)))));
+            return Ok(Some(Relayed::Stream(Box::pin(RelayedEvents::new(engine, body)))));
         }
         let usage = mark.to_str().ok().and_then(|mark| mark.parse().ok());
         let usage = usage.ok_or_else(|| self.malformed(format!("{RELAY_HEADER} is {mark:?}")))?;
@@ -126,28 +125,9 @@ impl HttpEngineClient {
     }
 }
 
-/// When a stream is given up; costs nothing before something is waited for.
-struct Deadline {
-    at: Option<Instant>,
-    sleep: Option<Pin<Box<Sleep>>>,
-}
-
-impl Deadline {
-    const fn new(at: Option<Instant>) -> Self {
-        Self { at, sleep: None }
-    }
-
-    /// Ready once the time has come.
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        let Some(at) = self.at else { return Poll::Pending };
-        self.sleep.get_or_insert_with(|| Box::pin(sleep_until(at))).as_mut().poll(cx)
-    }
-}
-
 /// A marked stream that is being cut. Dropping it before its end closes the connection.
 pub(crate) struct RelayedEvents {
     engine: String,
-    deadline: Deadline,
     body: Body,
     cutter: RelayCutter,
     state: State,
@@ -162,20 +142,14 @@ enum State {
 }
 
 impl RelayedEvents {
-    pub(crate) fn new(engine: String, deadline: Option<Instant>, body: Body) -> Self {
-        let deadline = Deadline::new(deadline);
-        Self { engine, deadline, body, cutter: RelayCutter::default(), state: State::Going }
+    pub(crate) fn new(engine: String, body: Body) -> Self {
+        Self { engine, body, cutter: RelayCutter::default(), state: State::Going }
     }
 
     fn poll_part(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<RelayPart>, ClientError>> {
         let engine = || self.engine.clone();
         loop {
-            let read = self.body.poll_next(cx);
-            let Poll::Ready(read) = read else {
-                ready!(self.deadline.poll(cx));
-                return Poll::Ready(Err(ClientError::Timeout { engine: engine() }));
-            };
-            let bytes = match (read, self.state) {
+            let bytes = match (ready!(self.body.poll_next(cx)), self.state) {
                 (_, State::Done) => return Poll::Ready(Ok(None)),
                 (Ok(Some(bytes)), _) => bytes,
                 (Ok(None), _) => {

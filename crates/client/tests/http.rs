@@ -376,3 +376,37 @@ fn addresses() {
         r#""https://h" is no engine address: must begin with http://"#
     );
 }
+
+#[tokio::test]
+async fn connections_are_used_again_and_one_that_was_closed_is_replaced() {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+    let url = format!("http://{}", listener.local_addr().expect("bound"));
+    let (accepted, mut connections) = mpsc::unbounded_channel();
+    let server = tokio::spawn(async move {
+        loop {
+            let (mut connection, _) = listener.accept().await.expect("a connection");
+            accepted.send(()).expect("the test listens");
+            // Two answers each, then it is closed without a word.
+            for _ in 0..2 {
+                let mut buffer = [0; 1024];
+                let len = connection.read(&mut buffer).await.expect("a request");
+                assert!(buffer[..len].ends_with(b"\r\n\r\n"), "a GET in one piece");
+                connection
+                    .write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+                    .await
+                    .expect("a reader");
+            }
+        }
+    });
+    let engine = HttpEngineClient::new(&url).expect("a URL");
+    for _ in 0..5 {
+        engine.ready(&CallContext::within(Duration::from_secs(5))).await.expect("answers");
+    }
+    server.abort();
+    let mut num_connections = 0;
+    while connections.try_recv().is_ok() {
+        num_connections += 1;
+    }
+    assert_eq!(num_connections, 3);
+}

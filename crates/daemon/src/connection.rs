@@ -1,17 +1,17 @@
 //! One connection: HTTP/1.1, or HTTP/2 by a client that knows beforehand that we speak it, on the same port.
 
+use std::convert::Infallible;
 use std::io;
 use std::pin::pin;
 use std::time::Duration;
 
-use axum::Router;
-use axum::extract::Request;
+use axum::response::Response;
+use hyper::Request;
 use hyper::body::Incoming;
 use hyper::rt::Executor;
 use hyper::server::conn::{http1, http2};
 use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncReadExt, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
@@ -38,16 +38,32 @@ pub(crate) struct Limits {
     pub(crate) max_streams: u32,
 }
 
+/// What answers the requests of a connection.
+pub(crate) trait Answers:
+    Service<Request<Incoming>, Response = Response, Error = Infallible, Future: Send + 'static> + Clone
+{
+}
+
+impl<S> Answers for S where
+    S: Service<Request<Incoming>, Response = Response, Error = Infallible, Future: Send + 'static> + Clone
+{
+}
+
 /// Serves a connection until its peer or `closing` ends it; what is in flight then is finished.
-pub(crate) async fn serve(stream: TcpStream, routes: Router, limits: Limits, closing: CancellationToken) {
+pub(crate) async fn serve(
+    stream: TcpStream,
+    service: impl Answers,
+    limits: Limits,
+    closing: CancellationToken,
+) {
     let mut stream = StallGuard::new(stream, limits.write_timeout);
     let version = tokio::select! {
         version = timeout(limits.header_timeout, speaks_http2(&mut stream)) => version,
         () = closing.cancelled() => return,
     };
     match version {
-        Ok(Ok(true)) => serve_http2(stream, routes, limits, closing).await,
-        Ok(Ok(false)) => serve_http1(stream, routes, limits, closing).await,
+        Ok(Ok(true)) => serve_http2(stream, service, limits, closing).await,
+        Ok(Ok(false)) => serve_http1(stream, service, limits, closing).await,
         Ok(Err(error)) => debug!(%error, "connection ended at its first bytes"),
         Err(_) => debug!("connection said nothing in time"),
     }
@@ -76,13 +92,12 @@ where
 
 async fn serve_http1<S: tokio::io::AsyncRead + AsyncWrite + Unpin>(
     stream: StallGuard<S>,
-    routes: Router,
+    service: impl Answers,
     limits: Limits,
     closing: CancellationToken,
 ) {
     let mut builder = http1::Builder::new();
     builder.timer(TokioTimer::new()).header_read_timeout(limits.header_timeout);
-    let service = TowerToHyperService::new(routes);
     let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
     let result = tokio::select! {
         result = connection.as_mut() => result,
@@ -98,7 +113,7 @@ async fn serve_http1<S: tokio::io::AsyncRead + AsyncWrite + Unpin>(
 
 async fn serve_http2<S: tokio::io::AsyncRead + AsyncWrite + Unpin>(
     stream: StallGuard<S>,
-    routes: Router,
+    service: impl Answers,
     limits: Limits,
     closing: CancellationToken,
 ) {
@@ -112,7 +127,7 @@ async fn serve_http2<S: tokio::io::AsyncRead + AsyncWrite + Unpin>(
         .keep_alive_timeout(limits.write_timeout);
     let here = InFlight::default();
     let service = {
-        let (here, inner) = (here.clone(), TowerToHyperService::new(routes));
+        let (here, inner) = (here.clone(), service);
         service_fn(move |mut request: Request<Incoming>| {
             request.extensions_mut().insert(here.clone());
             inner.call(request)

@@ -5,6 +5,7 @@
 //!   work goes on ── nothing in flight, or the drain is over ── no more accepting, connections end ── finished
 //! ```
 
+use std::convert::Infallible;
 use std::io::Write;
 use std::net::SocketAddr;
 use std::path::Path;
@@ -17,7 +18,9 @@ use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::{DefaultBodyLimit, Request};
 use axum::response::Response;
-use hyper::body::{Body as HttpBody, Frame, SizeHint};
+use hyper::body::{Body as HttpBody, Frame, Incoming, SizeHint};
+use hyper::service::Service;
+use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::task::{JoinHandle, JoinSet};
@@ -57,11 +60,30 @@ pub struct HttpServer {
     accepting: JoinHandle<()>,
 }
 
+/// An answer being made.
+pub type Answering = Pin<Box<dyn Future<Output = Response> + Send>>;
+
+/// A way past the routes for requests that are too many to look for theirs: takes a request and the largest body it may have, or gives
+/// it back.
+pub type Shortcut = dyn Fn(Request, usize) -> Result<Answering, Request> + Send + Sync;
+
+/// What serves all requests but those for health.
+struct Installed {
+    shortcut: Option<Box<Shortcut>>,
+    routes: Router,
+}
+
+impl std::fmt::Debug for Installed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Installed").field("has_shortcut", &self.shortcut.is_some()).finish_non_exhaustive()
+    }
+}
+
 /// What a request meets.
 #[derive(Debug)]
 struct App {
     health: Health,
-    installed: OnceLock<Router>,
+    installed: OnceLock<Installed>,
     max_body_bytes: usize,
     in_flight: InFlight,
 }
@@ -114,8 +136,17 @@ impl HttpServer {
 
     /// Sets what is served beside health. The first call counts; later ones change nothing.
     pub fn install(&self, router: Router) {
-        let router = router.layer(DefaultBodyLimit::max(self.app.max_body_bytes));
-        if self.app.installed.set(router).is_err() {
+        self.set(router, None);
+    }
+
+    /// As [`HttpServer::install`], with a shortcut that is asked first.
+    pub fn install_with(&self, router: Router, shortcut: Box<Shortcut>) {
+        self.set(router, Some(shortcut));
+    }
+
+    fn set(&self, router: Router, shortcut: Option<Box<Shortcut>>) {
+        let routes = router.layer(DefaultBodyLimit::max(self.app.max_body_bytes));
+        if self.app.installed.set(Installed { shortcut, routes }).is_err() {
             warn!("a router is installed already; the second one is ignored");
         }
     }
@@ -170,10 +201,12 @@ impl Acceptor {
                 Some(ended) = connections.join_next() => report(ended),
                 accepted = self.accept() => {
                     let Some((stream, slot)) = accepted else { continue };
-                    let (routes, limits, closing) = (routes.clone(), self.limits, closing.clone());
+                    let routes = TowerToHyperService::new(routes.clone());
+                    let front = Front { app: Arc::clone(&self.app), routes };
+                    let (limits, closing) = (self.limits, closing.clone());
                     connections.spawn(async move {
                         let _slot = slot;
-                        connection::serve(stream, routes, limits, closing).await;
+                        connection::serve(stream, front, limits, closing).await;
                     });
                 }
             }
@@ -216,12 +249,49 @@ fn report(ended: Result<(), tokio::task::JoinError>) {
     }
 }
 
+impl App {
+    /// Counts a request, here and on its connection.
+    fn enter(&self, extensions: &http::Extensions) -> (InFlightGuard, Option<InFlightGuard>) {
+        (self.in_flight.enter(), extensions.get::<InFlight>().map(InFlight::enter))
+    }
+}
+
+/// What answers the requests of a connection: the shortcut, or else the routes, health first.
+#[derive(Clone)]
+struct Front {
+    app: Arc<App>,
+    routes: TowerToHyperService<Router>,
+}
+
+impl Service<http::Request<Incoming>> for Front {
+    type Response = Response;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Response, Infallible>> + Send>>;
+
+    fn call(&self, request: http::Request<Incoming>) -> Self::Future {
+        let request = match self.app.installed.get() {
+            Some(Installed { shortcut: Some(shortcut), .. }) => {
+                let guards = self.app.enter(request.extensions());
+                match shortcut(request.map(Body::new), self.app.max_body_bytes) {
+                    Ok(answering) => {
+                        return Box::pin(async move {
+                            Ok(answering.await.map(|body| Body::new(Guarded { body, _guards: guards })))
+                        });
+                    }
+                    Err(request) => request,
+                }
+            }
+            _ => request.map(Body::new),
+        };
+        Box::pin(self.routes.call(request))
+    }
+}
+
 /// Every request but health.
 async fn answer(app: Arc<App>, request: Request) -> Response {
-    let Some(router) = app.installed.get() else { return app.health.unavailable() };
-    let of_connection = request.extensions().get::<InFlight>().map(InFlight::enter);
-    let guards = (app.in_flight.enter(), of_connection);
-    let response = match router.clone().oneshot(request).await {
+    let Some(installed) = app.installed.get() else { return app.health.unavailable() };
+    let guards = app.enter(request.extensions());
+    let response = match installed.routes.clone().oneshot(request).await {
         Ok(response) => response,
         Err(never) => match never {},
     };

@@ -206,6 +206,11 @@ impl EngineCalls for AnyWireClient {
         self.call(|| self.grpc.kv_events(cx, from), || self.rest.kv_events(cx, from)).await
     }
 
+    fn may_relay(&self) -> bool {
+        // The doors for clients speak REST.
+        self.policy != WirePolicy::Grpc
+    }
+
     async fn relay(
         &self,
         cx: &CallContext,

@@ -181,7 +181,7 @@ impl Ctx {
         &self.call
     }
 
-    fn sit(&self, choice: Choice, num_tokens: u32) -> Seat {
+    pub(crate) fn sit(&self, choice: Choice, num_tokens: u32) -> Seat {
         let uncached = num_tokens.saturating_sub(choice.hinted);
         Seat::new(self.clone(), InFlight::new(choice.engine, uncached))
     }

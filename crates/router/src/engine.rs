@@ -131,6 +131,8 @@ pub struct Engine {
     health: AtomicU8,
     requests: AtomicU32,
     queued_tokens: AtomicU64,
+    /// It was seen not to know of relaying.
+    cannot_relay: AtomicBool,
     seen: Mutex<Seen>,
     /// What it takes to compute there.
     pub(crate) costs: Costs,
@@ -163,6 +165,7 @@ impl Engine {
             health: AtomicU8::new(Health::Down as u8),
             requests: AtomicU32::new(0),
             queued_tokens: AtomicU64::new(0),
+            cannot_relay: AtomicBool::new(false),
             seen: Mutex::new(Seen::default()),
             costs: Costs::default(),
             look: Notify::new(),
@@ -310,6 +313,16 @@ impl Engine {
             engine: self.name().to_owned(),
             reason: "the router has given the engine up".into(),
         }
+    }
+
+    /// Says whether answers of its doors for clients can be passed on as they are.
+    pub(crate) fn relays(&self) -> bool {
+        self.calls.may_relay() && !self.cannot_relay.load(Ordering::Relaxed)
+    }
+
+    /// Notes whether it was seen not to know of relaying.
+    pub(crate) fn set_cannot_relay(&self, cannot: bool) {
+        self.cannot_relay.store(cannot, Ordering::Relaxed);
     }
 
     /// Returns how busy it is: our own requests, and those of others as it last told.

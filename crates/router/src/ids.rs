@@ -1,16 +1,19 @@
 //! Where names and seeds come from.
 
+use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A source of random numbers: the system's, or a counted one that makes tests and simulations repeatable.
+/// A source of random numbers: one that the system has keyed, or a counted one that makes tests and simulations repeatable.
 #[derive(Debug, Default)]
 pub struct Randomness {
     seed: Option<u64>,
+    /// The system's keys: who sees some numbers cannot tell the next.
+    keys: RandomState,
     drawn: AtomicU64,
 }
 
 impl Randomness {
-    /// Draws from the operating system.
+    /// Draws by keys of the operating system, which costs no call to it each time.
     #[must_use]
     pub fn system() -> Self {
         Self::default()
@@ -18,22 +21,17 @@ impl Randomness {
 
     /// Draws a fixed sequence. Names then repeat from run to run, so it is not for serving.
     #[must_use]
-    pub const fn seeded(seed: u64) -> Self {
-        Self { seed: Some(seed), drawn: AtomicU64::new(0) }
+    pub fn seeded(seed: u64) -> Self {
+        Self { seed: Some(seed), ..Self::default() }
     }
 
     /// Draws 64 bits.
     pub fn draw(&self) -> u64 {
         let count = self.drawn.fetch_add(1, Ordering::Relaxed);
-        let seed = match self.seed {
-            Some(seed) => seed,
-            None => match getrandom::u64() {
-                Ok(number) => return number,
-                // No entropy source: names stay unique within this process, which is all that correctness needs.
-                Err(_) => std::ptr::from_ref(self).addr() as u64,
-            },
-        };
-        mix(seed.wrapping_add(count.wrapping_mul(0x9e37_79b9_7f4a_7c15)))
+        match self.seed {
+            Some(seed) => mix(seed.wrapping_add(count.wrapping_mul(0x9e37_79b9_7f4a_7c15))),
+            None => self.keys.hash_one(count),
+        }
     }
 
     /// Mints a name: `prefix` and 32 hex digits.

@@ -1,8 +1,9 @@
 //! What `/metrics` shows. One registry a service; nothing global.
 
+use std::collections::HashMap;
 use std::fmt::Write as _;
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use microserving_client::ClientError;
@@ -72,9 +73,24 @@ struct EngineLabel {
 
 type HistogramFamily = Family<PatternLabel, Histogram, fn() -> Histogram>;
 
+/// What of a pattern is counted for every request, looked up in the families once: a label is a string to make and to hash each time.
+#[derive(Debug, Default)]
+struct OfPattern {
+    first_token: OnceLock<Histogram>,
+    per_output_token: OnceLock<Histogram>,
+    request_seconds: OnceLock<Histogram>,
+    succeeded: OnceLock<Counter>,
+}
+
+/// What prompt tokens are counted by, in the order of [`Metrics::answer`].
+const PHASES: [&str; 5] = ["decode_matched", "decode_computed", "prefill_cached", "prefill_computed", "sent"];
+
 /// The router's metrics; cheap to share.
 #[derive(Debug)]
 pub struct Metrics {
+    patterns: RwLock<HashMap<String, Arc<OfPattern>>>,
+    succeeded_calls: RwLock<HashMap<String, Counter>>,
+    phases: [Counter; 5],
     registry: Registry,
     requests: Family<RequestLabels, Counter>,
     pub(crate) in_flight: Gauge,
@@ -84,7 +100,6 @@ pub struct Metrics {
     calls: Family<CallLabels, Counter>,
     retries: Family<ReasonLabel, Counter>,
     pub(crate) aborts: Counter,
-    prompt_tokens: Family<PhaseLabel, Counter>,
     output_tokens: Counter,
     kv_bytes: Counter,
     exposed_transfer: Counter<f64, AtomicU64>,
@@ -142,11 +157,13 @@ impl Metrics {
         );
         let aborts = Counter::default();
         registry.register("aborts", "Aborts sent for requests given up", aborts.clone());
-        let prompt_tokens = Family::default();
+        let prompt_tokens = Family::<PhaseLabel, Counter>::default();
+        let phases =
+            PHASES.map(|phase| prompt_tokens.get_or_create(&PhaseLabel { phase: phase.to_owned() }).clone());
         registry.register(
             "prompt_tokens",
             "Prompt tokens by what became of them: matched and computed on the decoding engine, cached and computed on the prefilling one, sent",
-            prompt_tokens.clone(),
+            prompt_tokens,
         );
         let output_tokens = Counter::default();
         registry.register("output_tokens", "Tokens generated", output_tokens.clone());
@@ -182,6 +199,9 @@ impl Metrics {
             prediction_ratio.clone(),
         );
         Self {
+            patterns: RwLock::default(),
+            succeeded_calls: RwLock::default(),
+            phases,
             registry,
             requests,
             in_flight,
@@ -191,7 +211,6 @@ impl Metrics {
             calls,
             retries,
             aborts,
-            prompt_tokens,
             output_tokens,
             kv_bytes,
             exposed_transfer,
@@ -204,11 +223,18 @@ impl Metrics {
     }
 
     pub(crate) fn request(&self, pattern: &str, status: u16) {
-        self.requests.get_or_create(&RequestLabels { pattern: pattern.to_owned(), status }).inc();
+        let counter =
+            || self.requests.get_or_create(&RequestLabels { pattern: pattern.to_owned(), status }).clone();
+        if status == 200 {
+            self.of(pattern).succeeded.get_or_init(counter).inc();
+        } else {
+            counter().inc();
+        }
     }
 
     pub(crate) fn first_token(&self, pattern: &str, after: Duration) {
-        self.first_token.get_or_create(&label(pattern)).observe(after.as_secs_f64());
+        let first_token = || self.first_token.get_or_create(&label(pattern)).clone();
+        self.of(pattern).first_token.get_or_init(first_token).observe(after.as_secs_f64());
     }
 
     /// Notes a complete answer: `decoding` is the time from its first to its last chunk.
@@ -220,26 +246,45 @@ impl Metrics {
         usage: &Usage,
         stats: &ServingStats,
     ) {
-        self.request_seconds.get_or_create(&label(pattern)).observe(whole.as_secs_f64());
+        let of = self.of(pattern);
+        let request_seconds = || self.request_seconds.get_or_create(&label(pattern)).clone();
+        of.request_seconds.get_or_init(request_seconds).observe(whole.as_secs_f64());
         if usage.completion_tokens > 1 {
             let mean = decoding.as_secs_f64() / f64::from(usage.completion_tokens - 1);
-            self.per_output_token.get_or_create(&label(pattern)).observe(mean);
+            let per_output_token = || self.per_output_token.get_or_create(&label(pattern)).clone();
+            of.per_output_token.get_or_init(per_output_token).observe(mean);
         }
         self.output_tokens.inc_by(usage.completion_tokens.into());
-        for (phase, tokens) in [
-            ("decode_matched", stats.matched_tokens),
-            ("decode_computed", stats.computed_tokens),
-            ("prefill_cached", stats.prefill_cached_tokens),
-            ("prefill_computed", stats.prefill_computed_tokens),
-            ("sent", stats.sent_tokens),
-        ] {
-            self.prompt_tokens.get_or_create(&PhaseLabel { phase: phase.to_owned() }).inc_by(tokens.into());
+        let tokens = [
+            stats.matched_tokens,
+            stats.computed_tokens,
+            stats.prefill_cached_tokens,
+            stats.prefill_computed_tokens,
+            stats.sent_tokens,
+        ];
+        for (counter, tokens) in self.phases.iter().zip(tokens) {
+            counter.inc_by(tokens.into());
         }
         self.kv_bytes.inc_by(stats.sent_bytes);
         self.exposed_transfer.inc_by(stats.exposed_transfer_seconds.max(0.0));
     }
 
+    fn of(&self, pattern: &str) -> Arc<OfPattern> {
+        let known = self.patterns.read().unwrap_or_else(PoisonError::into_inner).get(pattern).cloned();
+        known.unwrap_or_else(|| {
+            let mut patterns = self.patterns.write().unwrap_or_else(PoisonError::into_inner);
+            patterns.entry(pattern.to_owned()).or_default().clone()
+        })
+    }
+
     pub(crate) fn call(&self, call: &str, error: Option<&ClientError>) {
+        if error.is_none() {
+            let calls = self.succeeded_calls.read().unwrap_or_else(PoisonError::into_inner);
+            if let Some(counter) = calls.get(call) {
+                counter.inc();
+                return;
+            }
+        }
         let outcome = match error {
             None => "ok".to_owned(),
             Some(ClientError::Unreachable { .. }) => "unreachable".to_owned(),
@@ -249,7 +294,12 @@ impl Metrics {
             Some(ClientError::Refused { error, .. }) => error.status.to_string(),
             Some(_) => "malformed".to_owned(),
         };
-        self.calls.get_or_create(&CallLabels { call: call.to_owned(), outcome }).inc();
+        let counter = self.calls.get_or_create(&CallLabels { call: call.to_owned(), outcome }).clone();
+        counter.inc();
+        if error.is_none() {
+            let mut calls = self.succeeded_calls.write().unwrap_or_else(PoisonError::into_inner);
+            calls.insert(call.to_owned(), counter);
+        }
     }
 
     pub(crate) fn retry(&self, reason: &str) {
@@ -311,6 +361,14 @@ impl RequestRecord {
 
     pub(crate) fn set_status(&mut self, status: u16) {
         self.status = status;
+    }
+
+    pub(crate) fn pattern(&self) -> &str {
+        &self.pattern
+    }
+
+    pub(crate) fn metrics(&self) -> &Metrics {
+        &self.metrics
     }
 }
 

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use microserving_protocol::page_hashes;
 use tokio::time::Instant;
 
+use crate::relay::TextIndex;
 use crate::{Engine, PrefixIndex, Request};
 
 /// What one running sequence costs a new request, in prompt tokens: it takes part in every step that the prompt waits for.
@@ -46,6 +47,7 @@ pub struct Placement {
     decode_turn: AtomicUsize,
     prefill_turn: AtomicUsize,
     index: Mutex<PrefixIndex>,
+    texts: TextIndex,
 }
 
 /// What an engine is chosen for.
@@ -82,6 +84,35 @@ impl Placement {
             return None;
         }
         let held = self.held(candidates, request, end);
+        self.pick(job, candidates, end, |i| held[i])
+    }
+
+    /// As [`Placement::choose`], for a request of about `num_tokens` tokens that is text as yet. `held` tells how many of them the engine
+    /// of a number probably holds.
+    pub(crate) fn choose_by_text(
+        &self,
+        candidates: &[Arc<Engine>],
+        num_tokens: u32,
+        held: impl Fn(u32) -> u32,
+    ) -> Option<Choice> {
+        self.pick(Job::Decode, candidates, num_tokens, |i| (held(candidates[i].number()), None))
+    }
+
+    /// Returns the index by which requests are placed that are text as yet.
+    pub(crate) const fn texts(&self) -> &TextIndex {
+        &self.texts
+    }
+
+    fn pick(
+        &self,
+        job: Job,
+        candidates: &[Arc<Engine>],
+        end: u32,
+        held: impl Fn(usize) -> (u32, Option<Instant>),
+    ) -> Option<Choice> {
+        if candidates.is_empty() {
+            return None;
+        }
         // Starting each search one further makes equals take turns.
         let turn = match job {
             Job::Decode => &self.decode_turn,
@@ -94,13 +125,14 @@ impl Placement {
             PlacementPolicy::LeastLoaded => turns.min_by_key(|&i| candidates[i].load().requests)?,
             PlacementPolicy::Prefix => turns.min_by_key(|&i| {
                 let load = candidates[i].load();
-                let uncached = u64::from(end.saturating_sub(held[i].0));
+                let (tokens, since) = held(i);
+                let uncached = u64::from(end.saturating_sub(tokens));
                 let cost = uncached + load.queued_tokens + TOKENS_PER_SEQUENCE * u64::from(load.requests);
                 // After a disaggregated turn both engines hold the prompt; the one that decoded also holds the answer.
-                (cost, Reverse(held[i].1))
+                (cost, Reverse(since))
             })?,
         };
-        Some(Choice { engine: candidates[chosen].clone(), hinted: held[chosen].0 })
+        Some(Choice { engine: candidates[chosen].clone(), hinted: held(chosen).0 })
     }
 
     /// Returns for each candidate how many tokens of a request's prompt it probably holds.
@@ -120,6 +152,7 @@ impl Placement {
     /// Drops what is believed of an engine's cache.
     pub(crate) fn forget(&self, engine: u32) {
         self.index().forget(engine);
+        self.texts.forget(engine);
     }
 
     /// Returns for each candidate how many tokens of the prompt it probably holds, and since when.

@@ -25,6 +25,12 @@ pub trait Program: Send + Sync + fmt::Debug {
         true
     }
 
+    /// Says whether serving a request is no more than giving it whole to the engine that placement chooses, as data parallel does. The
+    /// router may then pass body and answer on as they are, and calls `serve` only for requests that need more.
+    fn is_relayable(&self) -> bool {
+        false
+    }
+
     /// Serves a request up to the beginning of its stream.
     ///
     /// It may be called again for the same request, with a context of a higher attempt, until a first chunk has come. Dropping

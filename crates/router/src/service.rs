@@ -48,6 +48,8 @@ pub struct RouterConfig {
     pub profile: Option<Arc<Profile>>,
     /// Where names and seeds come from.
     pub randomness: Randomness,
+    /// Pass bodies and answers on as they are where that is all there is to do; without it every request is tokenised.
+    pub relay: bool,
 }
 
 impl RouterConfig {
@@ -67,6 +69,7 @@ impl RouterConfig {
             codec: None,
             profile: None,
             randomness: Randomness::system(),
+            relay: true,
         }
     }
 }
@@ -82,6 +85,7 @@ pub struct RouterService {
     pub(crate) slots: Arc<Semaphore>,
     pub(crate) request_timeout: Duration,
     pub(crate) spawner: Spawner,
+    pub(crate) relay: bool,
     draining: AtomicBool,
 }
 
@@ -123,6 +127,7 @@ impl RouterService {
             slots: Arc::new(Semaphore::new(config.max_in_flight.min(Semaphore::MAX_PERMITS))),
             request_timeout: config.request_timeout,
             spawner,
+            relay: config.relay,
             draining: AtomicBool::new(false),
         };
         for engine in service.cluster().engines().iter() {

@@ -127,6 +127,8 @@ async fn report(engine: &Engine, placement: &Placement, cx: &CallContext) -> boo
             if engine.set_state(state, before) {
                 info!(engine = engine.name(), "engine was restarted");
                 placement.forget(engine.number());
+                // Another boot may be another version.
+                engine.set_cannot_relay(false);
             }
             true
         }

@@ -21,3 +21,5 @@ mod membership;
 mod patterns;
 #[path = "router/placing.rs"]
 mod placing;
+#[path = "router/relay.rs"]
+mod relay;

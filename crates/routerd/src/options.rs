@@ -100,6 +100,11 @@ pub(crate) struct Options {
           help_heading = "Routing", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_in_flight: u32,
 
+    /// Pass requests of data parallel on as they are, placed by their text. When false, every request is tokenised, and placed by pages.
+    #[arg(long, env = "MICROSERVING_RELAY", value_name = "BOOL", default_value = "true", action = clap::ArgAction::Set,
+          help_heading = "Routing")]
+    pub(crate) relay: bool,
+
     /// Tokenizer to use for every model: a model directory, a GGUF file, a tokenizer.json or a saved bundle. By default each
     /// model's own is fetched from an engine.
     #[arg(long, env = "MICROSERVING_TOKENIZER", value_name = "PATH", help_heading = "Routing")]

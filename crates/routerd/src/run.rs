@@ -28,6 +28,7 @@ pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
     config.placement = options.placement;
     config.request_timeout = options.request_timeout_seconds;
     config.max_in_flight = options.max_in_flight as usize;
+    config.relay = options.relay;
     config.codec = codec(&options).await?;
     config.scripts = scripts(&options)?;
     let limits = Limits { concurrent_runs: options.script_runs as usize, ..Limits::default() };
@@ -37,7 +38,8 @@ pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
     let (service, tasks) = RouterService::start(config).map_err(|error| Refused(error.to_string()))?;
     let health = Health::new();
     let server = HttpServer::bind(&options.listen, &options.daemon, health.clone(), shutdown.clone()).await?;
-    server.install(service.http());
+    let doors = service.clone();
+    server.install_with(service.http(), Box::new(move |request, max| doors.shortcut(request, max)));
     info!(address = %server.address(), num_engines, pattern = %service.patterns().current(), "routing");
 
     tokio::select! {

@@ -8,11 +8,12 @@ use axum::body::Bytes;
 use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::Response;
-use microserving_client::{CallContext, Written};
+use microserving_client::{CallContext, Door, Written};
 use microserving_protocol::{
     ApiError, CallOptions, ChatCompletionRequest, CompletionRequest, Fields, ModelCard, Prompt, SeqId,
     TokenId,
 };
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
 use super::deliver::{self, Delivery};
@@ -22,7 +23,7 @@ use crate::attempts::in_time;
 use crate::client_headers::ClientHeaders;
 use crate::metrics::RequestRecord;
 use crate::pattern::Chosen;
-use crate::{Error, Request, RouterService, prompt};
+use crate::{Error, Request, RouterService, prompt, relay};
 
 /// Bodies from this size on are parsed on a thread of their own.
 const LONG_BODY_BYTES: usize = 64 << 10;
@@ -34,7 +35,7 @@ pub(crate) async fn completions(
     headers: HeaderMap,
     WholeBody(body): WholeBody,
 ) -> Result<Response, Failure> {
-    Arrival::new(&service, id, headers)?.serve(&service, body, Door::Completions).await
+    answer(&service, id, headers, body, Door::Completions).await
 }
 
 /// Answers the last message of a conversation.
@@ -44,14 +45,18 @@ pub(crate) async fn chat_completions(
     headers: HeaderMap,
     WholeBody(body): WholeBody,
 ) -> Result<Response, Failure> {
-    Arrival::new(&service, id, headers)?.serve(&service, body, Door::Chats).await
+    answer(&service, id, headers, body, Door::Chats).await
 }
 
-/// Where a request came in, which says how it is read and answered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Door {
-    Completions,
-    Chats,
+/// Serves a request that came in by `door`.
+pub(crate) async fn answer(
+    service: &Arc<RouterService>,
+    id: String,
+    headers: HeaderMap,
+    body: Bytes,
+    door: Door,
+) -> Result<Response, Failure> {
+    Arrival::new(service, id, headers)?.serve(service, body, door).await
 }
 
 /// What is known of a request before its body is looked into.
@@ -121,15 +126,17 @@ impl Arrival {
     /// Serves the request, and counts it, whatever becomes of it.
     async fn serve(self, service: &Arc<RouterService>, body: Bytes, door: Door) -> Result<Response, Failure> {
         let Self { at, mut call, headers, chosen, mut record } = self;
-        let ready = async {
-            if service.is_draining() {
-                let error = ApiError::unavailable("the router is draining", Duration::from_secs(1));
-                return Err(error.with_code("draining").into());
+        let slot = match admit(service) {
+            Ok(slot) => slot,
+            Err(error) => {
+                record.set_status(error.status);
+                return Err(Failure(error));
             }
-            let slot = service.slots.clone().try_acquire_owned().map_err(|_| {
-                let reason = "the router serves as many requests at once as it may";
-                ApiError::too_many_requests(reason, Duration::from_secs(1))
-            })?;
+        };
+        if let Some(begun) = relay::begin(service, &call, &chosen, &body, door).await {
+            return Ok(begun.into_response(service, at, call, &chosen, record, slot));
+        }
+        let ready = async {
             let (asked, timeout) = Asked::read(body, door).await?;
             if let Some(timeout) = timeout {
                 // A client may make the deadline shorter, not longer.
@@ -137,10 +144,10 @@ impl Arrival {
             }
             let read = in_time(&call, read(service, &call, asked)).await?;
             let request = request(service, &read)?.with_kept(headers);
-            Ok::<_, Error>((slot, read, request))
+            Ok::<_, Error>((read, request))
         };
         match ready.await {
-            Ok((slot, Read { completion, model, text, .. }, request)) => {
+            Ok((Read { completion, model, text, .. }, request)) => {
                 let chat = door == Door::Chats;
                 let delivery = Delivery::new(at, call, &chosen, model.id, &completion, text, chat);
                 Ok(deliver::deliver(service, request, delivery, record, slot).await)
@@ -152,6 +159,18 @@ impl Arrival {
             }
         }
     }
+}
+
+/// Takes one of the places that requests in flight have.
+fn admit(service: &RouterService) -> Result<OwnedSemaphorePermit, ApiError> {
+    if service.is_draining() {
+        let error = ApiError::unavailable("the router is draining", Duration::from_secs(1));
+        return Err(error.with_code("draining"));
+    }
+    service.slots.clone().try_acquire_owned().map_err(|_| {
+        let reason = "the router serves as many requests at once as it may";
+        ApiError::too_many_requests(reason, Duration::from_secs(1))
+    })
 }
 
 async fn read(service: &RouterService, call: &CallContext, asked: Asked) -> Result<Read, Error> {

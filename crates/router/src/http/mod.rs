@@ -9,6 +9,7 @@ mod info;
 mod openapi;
 mod respond;
 mod scripts;
+mod shortcut;
 
 use std::sync::Arc;
 
@@ -18,6 +19,9 @@ use axum::middleware::{Next, from_fn};
 use axum::response::Response;
 use axum::routing::{MethodRouter, get, post};
 use microserving_protocol::ApiError;
+
+pub(crate) use headers::PATTERN;
+pub use shortcut::Answering;
 
 use crate::RouterService;
 use respond::Failure;

@@ -46,6 +46,22 @@ impl IntoResponse for Failure {
 #[derive(Debug)]
 pub(crate) struct WholeBody(pub(crate) Bytes);
 
+impl WholeBody {
+    /// Reads a body of at most `max_bytes`.
+    pub(crate) async fn read(body: Body, max_bytes: usize) -> Result<Self, Failure> {
+        match tokio::time::timeout(BODY_TIMEOUT, axum::body::to_bytes(body, max_bytes)).await {
+            Ok(Ok(body)) => Ok(Self(body)),
+            Ok(Err(error)) => {
+                let reason = error.to_string();
+                // The concrete type is in a crate that axum does not re-export; its message is part of its API docs.
+                let status = if reason == "length limit exceeded" { 413 } else { 400 };
+                Err(Failure(ApiError::new(status, format!("failed to buffer the request body: {reason}"))))
+            }
+            Err(_) => Err(Failure(ApiError::new(408, "the body did not arrive in time"))),
+        }
+    }
+}
+
 impl<S: Send + Sync> FromRequest<S> for WholeBody {
     type Rejection = Failure;
 

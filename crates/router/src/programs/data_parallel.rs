@@ -22,6 +22,10 @@ impl Program for DataParallel {
         false
     }
 
+    fn is_relayable(&self) -> bool {
+        true
+    }
+
     async fn serve(&self, ctx: &Ctx, request: &Request) -> Result<TokenStream, Error> {
         let d = ctx.decoder(request)?;
         d.start_generate(request, 0).await

@@ -1,5 +1,6 @@
 //! The OpenAI surface: one pipeline, streamed or not.
 
+use microserving_protocol::{RELAY_HEADER, RelayCutter, RelayUsage};
 use serde_json::{Value, json};
 
 use crate::support::{Settings, completion, one, prompt, with};
@@ -239,4 +240,40 @@ async fn the_small_routes() {
     assert_eq!(bundle["tokenizer"]["kind"], "toy-bytes");
     let named = with(completion(&prompt(4, 1), 1), json!({"model": "toy"}));
     node.call("/v1/completions", &named).await;
+}
+
+#[tokio::test]
+async fn a_router_that_passes_answers_on_gets_marks() {
+    let node = one(&Settings::default()).await;
+    let marked = async |fields: Value| {
+        let body = with(completion(&prompt(20, 1), 5), fields).to_string();
+        let mut request = node.request(http::Method::POST, "/v1/completions", body);
+        request.headers_mut().insert(RELAY_HEADER, "1".parse().unwrap());
+        node.send(request).await
+    };
+    let salted = |salt: &str| json!({"stream": true, "return_token_ids": true, "cache_salt": salt});
+    let plain = node.post("/v1/completions", &with(completion(&prompt(20, 1), 5), salted("a"))).await;
+    let plain_tokens: Vec<u64> = plain
+        .events()
+        .iter()
+        .flat_map(|event| event["choices"][0]["token_ids"].as_array().cloned().unwrap_or_default())
+        .map(|id| id.as_u64().unwrap())
+        .collect();
+    assert_eq!((plain_tokens.len(), plain.header(RELAY_HEADER)), (5, ""));
+
+    let answer = marked(salted("b")).await;
+    assert_eq!(answer.header(RELAY_HEADER), "1");
+    let part = RelayCutter::default().push(answer.body.into()).unwrap();
+    let cut = String::from_utf8(part.events.to_vec()).unwrap();
+    assert_eq!(cut.matches("data: ").count(), plain.events().len() + 1);
+    assert!(cut.ends_with("data: [DONE]\n\n") && !cut.contains("\n:"), "{cut}");
+    assert_eq!(part.tokens.iter().map(|token| u64::from(token.0)).collect::<Vec<_>>(), plain_tokens);
+    let usage = part.usage.unwrap();
+    assert_eq!((usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens), (20, 5, 0));
+
+    let whole = marked(json!({"cache_salt": "b"})).await;
+    let usage: RelayUsage = whole.header(RELAY_HEADER).parse().unwrap();
+    assert_eq!((usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens), (20, 5, 16));
+    assert!(usage.first_token_micros > 0);
+    node.wait_idle().await;
 }

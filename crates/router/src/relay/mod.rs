@@ -1,0 +1,235 @@
+//! The short way of a request that one engine serves alone: its body goes to the engine as it came, and the answer's bytes come back
+//! as they are. Nothing is tokenised here, and no chunk is parsed.
+//!
+//! ```text
+//! body ── sketch ── place by text ── engine's /v1/… ═ marked bytes ═▶ marks cut off ═ bytes ═▶ client
+//!            │ unusual        │ none            │ any failure before the first token
+//!            └────────────────┴─────────────────┴──────────▶ the long way, which reads, tokenises, judges and retries
+//! ```
+//!
+//! It is taken where it is known to answer as the long way does, and leaves every decision that is not plain to that one: a request
+//! that is refused, fails, or finds no engine is simply served again from its beginning, of which the client has seen nothing.
+
+mod chain;
+mod events;
+mod sketch;
+mod texts;
+
+use axum::body::Body;
+use axum::http::{HeaderValue, header};
+use axum::response::Response;
+use bytes::Bytes;
+use futures::StreamExt as _;
+use microserving_client::{CallContext, ClientError, Door, RelayStream, Relayed, relayed_fault};
+use microserving_protocol::{Attempt, PromptTokensDetails, RelayPart, RelayUsage, ServingStats, Usage};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::Instant;
+use tracing::debug;
+
+pub(crate) use texts::{Holder, TextIndex};
+
+use crate::ctx::Troubles;
+use crate::metrics::RequestRecord;
+use crate::pattern::Chosen;
+use crate::stats::StatsCell;
+use crate::{Ctx, RouterService, Seat};
+use events::Events;
+use sketch::Sketch;
+
+/// Longer bodies go the long way, where they are read on a thread of their own.
+const MAX_BYTES: usize = 1 << 20;
+
+/// An answer under way, of which the client has seen nothing yet.
+pub(crate) struct Begun {
+    seat: Seat,
+    sent: Instant,
+    answer: Answer,
+    single: bool,
+}
+
+enum Answer {
+    Whole { body: Bytes, usage: RelayUsage },
+    Stream { first: RelayPart, rest: RelayStream },
+}
+
+/// Sends a body on its way and waits for the answer, or for its first event; nothing if the request is to go the long way.
+pub(crate) async fn begin(
+    service: &RouterService,
+    call: &CallContext,
+    chosen: &Chosen,
+    body: &Bytes,
+    door: Door,
+) -> Option<Begun> {
+    if !service.relay || !chosen.program.is_relayable() || call.wants_stats || body.len() > MAX_BYTES {
+        return None;
+    }
+    let sketch = Sketch::read(body, door)?;
+    let parts = with_seed(body, (!sketch.has_seed).then(|| service.randomness.draw()))?;
+    let ctx = Ctx {
+        shared: service.shared.clone(),
+        call: call.clone(),
+        attempt: Attempt(0),
+        troubles: Troubles::default(),
+        stats: StatsCell::default(),
+        moves_kv: false,
+    };
+    let mut seat = sit(service, ctx, &sketch)?;
+    let sent = Instant::now();
+    let engine = seat.engine().clone();
+    let relayed = engine.while_here(engine.calls().relay(call, door, &parts)).await;
+    let relayed = match relayed {
+        Ok(None) => {
+            seat.engine().set_cannot_relay(true);
+            return None;
+        }
+        Ok(Some(relayed)) => Ok(relayed),
+        Err(error) => Err(error),
+    };
+    let answer = match seat.judge("relay", relayed).inspect_err(long_way).ok()? {
+        Relayed::Whole { body, usage } => Answer::Whole { body, usage },
+        Relayed::Stream(mut rest) => {
+            let ended = || ClientError::Lost { engine: engine.name().to_owned(), reason: "it ended".into() };
+            let next = async { rest.next().await.unwrap_or_else(|| Err(ended())) };
+            let next = engine.while_here(next);
+            let mut first = match call.deadline {
+                // Past it the long way only has to say so.
+                Some(deadline) => tokio::time::timeout_at(deadline, next).await.ok()?,
+                None => next.await,
+            };
+            if let Ok(part) = &first
+                && part.events.is_empty()
+                && let Some(fault) = &part.fault
+            {
+                first = Err(relayed_fault(seat.engine().name(), fault));
+            }
+            let first = match first {
+                Ok(first) => first,
+                Err(error) => {
+                    seat.judge::<()>("relay", Err(error)).inspect_err(long_way).ok();
+                    return None;
+                }
+            };
+            Answer::Stream { first, rest }
+        }
+    };
+    service.shared.traffic.arrive();
+    service.shared.placement.texts().note(sent, seat.engine(), &sketch.chain);
+    if matches!(answer, Answer::Stream { .. }) {
+        seat.note_first_token(sketch.num_tokens());
+    }
+    Some(Begun { seat, sent, answer, single: sketch.single })
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "as inspect_err has it")]
+fn long_way(error: &crate::Error) {
+    debug!(error = %crate::attempts::describe(error), "the request goes the long way");
+}
+
+/// Takes a seat on the best engine that can relay.
+fn sit(service: &RouterService, ctx: Ctx, sketch: &Sketch<'_>) -> Option<Seat> {
+    let cluster = service.cluster();
+    let engines = match sketch.model.as_deref() {
+        Some(model) => cluster.decoders(Some(model)),
+        None => cluster.decoders(Some(&service.model(None).ok()?.id)),
+    };
+    // Beside engines that must be spoken to in another way, all are chosen from the long way.
+    if engines.iter().any(|engine| !engine.relays()) {
+        return None;
+    }
+    let placement = &service.shared.placement;
+    let holders = placement.texts().holders(Instant::now(), &sketch.chain);
+    let held = |number| {
+        let holder = holders.iter().find(|holder: &&Holder| holder.engine == number);
+        holder.map_or(0, |holder| sketch.tokens_in(holder.num_bytes))
+    };
+    let choice = placement.choose_by_text(&engines, sketch.num_tokens(), held)?;
+    Some(ctx.sit(choice, sketch.num_tokens()))
+}
+
+/// Returns the body with a seed in it, as parts that follow each other: then another engine goes on as this one would.
+fn with_seed(body: &Bytes, seed: Option<u64>) -> Option<[Bytes; 2]> {
+    let Some(seed) = seed else { return Some([Bytes::new(), body.clone()]) };
+    let brace = body.iter().position(|&byte| byte == b'{')?;
+    let begin = format!("{{\"seed\":{},", seed.cast_signed());
+    Some([begin.into(), body.slice(brace + 1..)])
+}
+
+impl Begun {
+    /// Makes the answer that the client gets.
+    pub(crate) fn into_response(
+        self,
+        service: &RouterService,
+        arrival: Instant,
+        call: CallContext,
+        chosen: &Chosen,
+        mut record: RequestRecord,
+        slot: OwnedSemaphorePermit,
+    ) -> Response {
+        let Self { seat, sent, answer, single } = self;
+        let metrics = &service.shared.metrics;
+        let mut response = match answer {
+            Answer::Whole { body, usage } => {
+                let pattern = chosen.program.name();
+                let whole = arrival.elapsed();
+                let first = (sent - arrival) + std::time::Duration::from_micros(usage.first_token_micros);
+                let first = first.min(whole);
+                metrics.first_token(pattern, first);
+                note_usage(metrics, pattern, whole, whole - first, &usage);
+                record.set_status(200);
+                drop((seat, slot));
+                let mut response = Response::new(Body::from(body));
+                let json = HeaderValue::from_static("application/json");
+                response.headers_mut().insert(header::CONTENT_TYPE, json);
+                response
+            }
+            Answer::Stream { first, rest } => {
+                let events = Events::begin(seat, first, rest, arrival, call, record, slot, single);
+                let mut response = Response::new(Body::from_stream(events));
+                let headers = response.headers_mut();
+                let kind = HeaderValue::from_static("text/event-stream; charset=utf-8");
+                headers.insert(header::CONTENT_TYPE, kind);
+                headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+                response
+            }
+        };
+        if let Ok(pattern) = HeaderValue::from_str(&chosen.text) {
+            response.headers_mut().insert(crate::http::PATTERN, pattern);
+        }
+        response
+    }
+}
+
+/// Counts a complete answer.
+fn note_usage(
+    metrics: &crate::Metrics,
+    pattern: &str,
+    whole: std::time::Duration,
+    decoding: std::time::Duration,
+    usage: &RelayUsage,
+) {
+    let RelayUsage { prompt_tokens, completion_tokens, cached_tokens, .. } = *usage;
+    let stats = ServingStats {
+        matched_tokens: cached_tokens,
+        computed_tokens: prompt_tokens.saturating_sub(cached_tokens),
+        ..ServingStats::default()
+    };
+    let usage = Usage {
+        prompt_tokens_details: Some(PromptTokensDetails { cached_tokens }),
+        ..Usage::new(prompt_tokens, completion_tokens, cached_tokens)
+    };
+    metrics.answer(pattern, whole, decoding, &usage, &stats);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_seed_is_put_in_front_and_an_own_one_kept() {
+        let body = Bytes::from_static(b" {\"prompt\":\"a\"}");
+        let joined = |seed| with_seed(&body, seed).expect("an object").concat();
+        assert_eq!(joined(Some(7)), b"{\"seed\":7,\"prompt\":\"a\"}");
+        assert_eq!(joined(Some(u64::MAX)), b"{\"seed\":-1,\"prompt\":\"a\"}");
+        assert_eq!(joined(None), &body[..]);
+    }
+}

@@ -1,0 +1,116 @@
+//! The router's short way, over real engines: byte for byte what the long way answers.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use microserving_harness::{Cluster, ClusterOptions, Daemon, binary_dir, http};
+use serde_json::Value;
+
+const COMPLETIONS: &str = "/v1/completions";
+const CHATS: &str = "/v1/chat/completions";
+
+/// Everything a client can ask for that changes what an answer looks like. All of them name a seed, since two requests that do not
+/// differ by right.
+const BODIES: &[(&str, &str)] = &[
+    (COMPLETIONS, r#"{"prompt":"once upon","max_tokens":12,"seed":1}"#),
+    (COMPLETIONS, r#"{"prompt":"once","max_tokens":9,"seed":2,"temperature":1.5,"stream":true}"#),
+    (COMPLETIONS, r#"{"prompt":[104,105,106],"max_tokens":7,"seed":3,"n":3,"temperature":1}"#),
+    (COMPLETIONS, r#"{"prompt":[104,105],"max_tokens":7,"seed":3,"n":2,"temperature":1,"stream":true}"#),
+    (COMPLETIONS, r#"{"prompt":"a","max_tokens":6,"seed":4,"logprobs":3}"#),
+    (COMPLETIONS, r#"{"prompt":"a","max_tokens":6,"seed":4,"logprobs":2,"stream":true}"#),
+    (
+        COMPLETIONS,
+        r#"{"prompt":"a","max_tokens":6,"seed":4,"stream":true,"stream_options":{"include_usage":true}}"#,
+    ),
+    (
+        COMPLETIONS,
+        r#"{"prompt":"a","max_tokens":6,"seed":4,"stream":true,"stream_options":{"include_usage":true,"continuous_usage_stats":true}}"#,
+    ),
+    (COMPLETIONS, r#"{"prompt":"a","max_tokens":40,"seed":5,"temperature":1,"stop":["e","t"]}"#),
+    (
+        COMPLETIONS,
+        r#"{"prompt":"a","max_tokens":40,"seed":5,"temperature":1,"stop":["e","t"],"stream":true}"#,
+    ),
+    (COMPLETIONS, r#"{"prompt":"a","max_tokens":6,"seed":6,"return_token_ids":true,"stream":true}"#),
+    (
+        COMPLETIONS,
+        r#"{"prompt":"a","max_tokens":6,"seed":6,"return_token_ids":true,"user":"u","priority":1}"#,
+    ),
+    (COMPLETIONS, r#"{"prompt":"ab","max_tokens":6,"seed":7,"echo":true}"#),
+    (COMPLETIONS, r#"{"prompt":"ab","max_tokens":30,"seed":8,"response_format":{"type":"json_object"}}"#),
+    (CHATS, r#"{"messages":[{"role":"user","content":"hi"}],"max_tokens":8,"seed":9}"#),
+    (CHATS, r#"{"messages":[{"role":"user","content":"hi"}],"max_tokens":8,"seed":9,"stream":true}"#),
+    (
+        CHATS,
+        r#"{"messages":[{"role":"system","content":"s"},{"role":"user","content":[{"type":"text","text":"hi"}]}],"max_tokens":8,"seed":9,"logprobs":true,"top_logprobs":2,"stream":true,"stream_options":{"include_usage":true}}"#,
+    ),
+    (COMPLETIONS, r#"{"prompt":"a","top_p":3}"#),
+    (COMPLETIONS, r#"{"prompt":"a","model":"nobody"}"#),
+    (COMPLETIONS, r#"{"prompt":"a","suffix":"b"}"#),
+    (COMPLETIONS, r#"{"prompt":"a","logit_bias":{"999999":1}}"#),
+    (COMPLETIONS, r#"{"prompt":[999999]}"#),
+    (COMPLETIONS, r#"{"prompt":["a","b"]}"#),
+    (COMPLETIONS, r#"{"prompt":"a","n":0}"#),
+    (CHATS, r#"{"messages":[{"role":"user","content":"hi"}],"tools":[{}]}"#),
+    (CHATS, r#"{"messages":"hi"}"#),
+];
+
+/// Names and times differ by right; everything else must not.
+fn without_names(body: &str) -> Result<String> {
+    let mut lines = Vec::new();
+    for line in body.lines() {
+        let (begin, json) = match line.strip_prefix("data: ") {
+            Some("[DONE]") => ("data: [DONE]", ""),
+            Some(json) => ("data: ", json),
+            None => ("", line),
+        };
+        if json.is_empty() {
+            lines.push(begin.to_owned());
+            continue;
+        }
+        let mut value: Value = serde_json::from_str(json).with_context(|| format!("no JSON: {line}"))?;
+        if let Some(id) = value.get("id").and_then(Value::as_str) {
+            let prefix = id.split('-').next().unwrap_or_default().to_owned();
+            ensure!(id.len() == prefix.len() + 33, "{id}");
+            value["id"] = prefix.into();
+            value["created"] = 0.into();
+        }
+        lines.push(format!("{begin}{value}"));
+    }
+    Ok(lines.join("\n"))
+}
+
+#[test]
+fn both_ways_answer_byte_for_byte() -> Result<()> {
+    let cluster = Cluster::start(&ClusterOptions::toy(2))?;
+    let router = cluster.router().url();
+    let mut args = vec!["--relay".to_owned(), "false".to_owned()];
+    args.extend(cluster.engines().iter().flat_map(|engine| ["--engine".to_owned(), engine.url().to_owned()]));
+    let patience = Duration::from_secs(20);
+    let mut reading = Daemon::spawn("reading router", &binary_dir()?.join("routerd"), &args, patience)?;
+    reading.wait_ready(patience)?;
+    let relayed = || -> Result<u64> {
+        let metrics = http::get(&format!("{router}/metrics"))?.body;
+        let line = metrics.lines().find(|line| line.contains("call=\"relay\",outcome=\"ok\""));
+        Ok(line.and_then(|line| line.rsplit(' ').next()?.parse().ok()).unwrap_or(0))
+    };
+    let mut num_relayed = 0;
+    for (number, (path, body)) in BODIES.iter().enumerate() {
+        // Neither may find what the other has left in a cache.
+        let ask = |base: &str| {
+            let body = body.replacen('{', &format!(r#"{{"cache_salt":"{base} {number}","#), 1);
+            http::post_bytes(&format!("{base}{path}"), &[], body.as_bytes())
+        };
+        let before = relayed()?;
+        let short = ask(router)?;
+        num_relayed += relayed()? - before;
+        let long = ask(reading.url())?;
+        ensure!(short.header("x-microserving-pattern") == long.header("x-microserving-pattern"), "{body}");
+        ensure!(short.header("content-type") == long.header("content-type"), "{body}");
+        ensure!(short.status == long.status, "{path} {body}: {} is not {}", short.status, long.status);
+        let (short, long) = (without_names(&short.body)?, without_names(&long.body)?);
+        ensure!(short == long, "{path} {body}\nshort: {short}\nlong:  {long}");
+    }
+    ensure!(num_relayed == 16, "{num_relayed} answers took the short way");
+    Ok(())
+}
