@@ -109,3 +109,13 @@ pub async fn ask(router: &axum::Router, pattern: &str, prompt: &str) -> Result<(
     println!();
     Ok((text, stats))
 }
+
+/// Writes the address that a server is bound to. Writes beside the file and renames, so that a reader sees all of it or nothing.
+///
+/// # Errors
+/// If the file cannot be written.
+pub fn write_port_file(path: &std::path::Path, address: SocketAddr) -> std::io::Result<()> {
+    let beside = path.with_extension(std::process::id().to_string());
+    std::fs::write(&beside, format!("{address}\n"))?;
+    std::fs::rename(&beside, path)
+}

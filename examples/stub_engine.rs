@@ -16,30 +16,39 @@
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stdout, reason = "examples talk on stdout")]
 
+use std::convert::Infallible;
 use std::fmt;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result};
 use axum::body::{Body, Bytes};
-use axum::extract::{DefaultBodyLimit, State};
-use axum::http::{StatusCode, header};
+use axum::extract::State;
+use axum::http::{HeaderValue, Request, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::serve::ListenerExt as _;
 use axum::{Json, Router};
 use clap::Parser;
 use futures::StreamExt as _;
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper::service::{Service as _, service_fn};
+use hyper_util::rt::TokioIo;
+use hyper_util::service::TowerToHyperService;
+use microserving_examples::write_port_file;
 use microserving_protocol::{
     AbortResponse, ApiError, CompletionChoice, CompletionResponse, EngineId, FinishReason, ModelCard,
-    ModelList, PagesView, PrepRecvResponse, RemoteSendResponse, SSE_DONE, StateView, TokenId, Usage,
-    normalise_begin, normalise_prep_end, normalise_send_range, sse_event,
+    ModelList, PagesView, PrepRecvResponse, RELAY_HEADER, RelayUsage, RemoteSendResponse, SSE_DONE,
+    StateView, TokenId, Usage, normalise_begin, normalise_prep_end, normalise_send_range, relay_end_mark,
+    relay_mark, sse_event,
 };
 use microserving_text::TextBundle;
 use serde::Deserialize;
-use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
+use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use tokio::task::JoinSet;
 
 #[cfg(feature = "grpc")]
 #[path = "stub_engine/grpc.rs"]
@@ -90,35 +99,78 @@ async fn main() -> Result<()> {
             .with_context(|| format!("cannot write the port file {}", path.display()))?;
     }
     println!("a stub engine listens on http://{address}");
-    // Tokens are small packets, and each must leave when it is written.
-    let listener = listener.tap_io(|stream| drop(stream.set_nodelay(true)));
-    axum::serve(listener, routes(Stub::new(&options, address)?)).await?;
-    Ok(())
+    let stub = Arc::new(Stub::new(&options, address)?);
+    let routes = routes(stub.clone());
+    if cfg!(feature = "grpc") {
+        // HTTP/2 comes with axum's own loop, which is slower.
+        let listener = listener.tap_io(|stream| drop(stream.set_nodelay(true)));
+        let all = routes.fallback(move |request| answer(stub.clone(), request));
+        axum::serve(listener, all).await?;
+        return Ok(());
+    }
+    let mut connections = JoinSet::new();
+    loop {
+        let (stream, _) = listener.accept().await?;
+        // Tokens are small packets, and each must leave when it is written.
+        stream.set_nodelay(true)?;
+        let (stub, routes) = (stub.clone(), TowerToHyperService::new(routes.clone()));
+        connections.spawn(async move {
+            let service = service_fn(move |request| serve(stub.clone(), routes.clone(), request));
+            // A client that goes away ends its connection, and that is all.
+            let _ = http1::Builder::new().serve_connection(TokioIo::new(stream), service).await;
+        });
+        while connections.try_join_next().is_some() {}
+    }
 }
 
-/// Writes beside the file and renames, so that a reader sees all of the address or nothing.
-fn write_port_file(path: &Path, address: SocketAddr) -> std::io::Result<()> {
-    let beside = path.with_extension(std::process::id().to_string());
-    std::fs::write(&beside, format!("{address}\n"))?;
-    std::fs::rename(&beside, path)
+/// The paths of the calls that are made for every request.
+const HOT: [&str; 5] = [
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/microserving/start_generate",
+    "/microserving/prep_recv",
+    "/microserving/remote_send",
+];
+
+/// Serves the calls that are made for every request without looking for their routes: what an engine costs here is taken from the
+/// router that is measured.
+async fn serve(
+    stub: Arc<Stub>,
+    routes: TowerToHyperService<Router>,
+    request: Request<Incoming>,
+) -> Result<Response, Infallible> {
+    if HOT.contains(&request.uri().path()) {
+        return Ok(answer(stub, request.map(Body::new)).await);
+    }
+    routes.call(request).await
 }
 
-fn routes(stub: Stub) -> Router {
-    let stub = Arc::new(stub);
+/// Answers one of those calls.
+async fn answer(stub: Arc<Stub>, request: Request<Body>) -> Response {
+    let (head, body) = request.into_parts();
+    let marked = head.headers.get(RELAY_HEADER).is_some_and(|value| value == "1");
+    let Ok(body) = axum::body::to_bytes(body, MAX_BODY_BYTES).await else {
+        return Refused(ApiError::too_large(MAX_BODY_BYTES)).into_response();
+    };
+    let answer = match head.uri.path() {
+        "/microserving/prep_recv" => prep_recv(&stub, &body).map(IntoResponse::into_response),
+        "/microserving/remote_send" => remote_send(&body).map(IntoResponse::into_response),
+        path if HOT.contains(&path) => generate(&stub, &body, marked).await,
+        _ => Err(Refused(ApiError::not_found("no such path"))),
+    };
+    answer.unwrap_or_else(IntoResponse::into_response)
+}
+
+fn routes(stub: Arc<Stub>) -> Router {
     let beside = grpc::routes(Arc::clone(&stub));
     Router::new()
         .route("/health", get(|| async {}))
         .route("/health/live", get(|| async {}))
         .route("/health/ready", get(|| async {}))
         .route("/v1/models", get(models))
-        .route("/v1/completions", post(generate))
         .route("/microserving/state", get(state))
         .route("/microserving/tokenizer", get(tokenizer))
-        .route("/microserving/prep_recv", post(prep_recv))
-        .route("/microserving/remote_send", post(remote_send))
-        .route("/microserving/start_generate", post(generate))
         .route("/microserving/abort", post(|| async { Json(AbortResponse { aborted: false }) }))
-        .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
         .with_state(stub)
         .merge(beside)
 }
@@ -131,8 +183,8 @@ struct Stub {
     created: u64,
     num_tokens: u32,
     pause: Duration,
-    /// The event of a token, and that of the last one, for requests with and without token ids.
-    events: [[Bytes; 2]; 2],
+    /// The event of a token, and that of the last one, for requests with and without token ids, with and without marks.
+    events: [[[Bytes; 2]; 2]; 2],
     tokenizer: Bytes,
 }
 
@@ -140,14 +192,18 @@ impl Stub {
     fn new(options: &Options, address: SocketAddr) -> Result<Self> {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?;
         let created = since.as_secs();
-        let event = |ids: bool, last: bool| Bytes::from(sse_event(&chunk(created, 1, ids, last)));
+        let event = |marked: bool, ids: bool, last: bool| {
+            let mark = if marked { relay_mark(&[TOKEN]) } else { String::new() };
+            Bytes::from(mark + &sse_event(&chunk(created, 1, ids, last)))
+        };
         Ok(Self {
             engine_id: EngineId::new(format!("stub-{}", address.port())),
             incarnation: format!("{:016x}", since.as_nanos() as u64),
             created,
             num_tokens: options.tokens,
             pause: Duration::from_millis(options.token_milliseconds),
-            events: [false, true].map(|ids| [false, true].map(|last| event(ids, last))),
+            events: [false, true]
+                .map(|marked| [false, true].map(|ids| [false, true].map(|last| event(marked, ids, last)))),
             tokenizer: TextBundle::toy(MODEL).to_json().into(),
         })
     }
@@ -169,6 +225,7 @@ fn chunk(created: u64, num_tokens: u32, ids: bool, last: bool) -> CompletionResp
 /// engine's work.
 #[derive(Deserialize)]
 struct Ask {
+    #[serde(alias = "messages")]
     prompt: Length,
     begin: Option<i64>,
     end: Option<i64>,
@@ -218,10 +275,27 @@ impl<'de> Visitor<'de> for LengthVisitor {
         Ok(Length(text.len()))
     }
 
+    /// Of a message only the text counts.
+    fn visit_map<A: MapAccess<'de>>(self, mut fields: A) -> Result<Length, A::Error> {
+        let mut num_tokens = 0;
+        while let Some(name) = fields.next_key::<&str>()? {
+            if name == "content" {
+                num_tokens += fields.next_value::<Length>()?.0;
+            } else {
+                fields.next_value::<IgnoredAny>()?;
+            }
+        }
+        Ok(Length(num_tokens))
+    }
+
+    fn visit_u64<E>(self, _token: u64) -> Result<Length, E> {
+        Ok(Length(1))
+    }
+
     fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Length, A::Error> {
         let mut num_tokens = 0;
-        while items.next_element::<IgnoredAny>()?.is_some() {
-            num_tokens += 1;
+        while let Some(item) = items.next_element::<Length>()? {
+            num_tokens += item.0;
         }
         Ok(Length(num_tokens))
     }
@@ -262,8 +336,8 @@ fn view(stub: &Stub) -> StateView {
 }
 
 /// Matches nothing, so that everything is to be sent.
-async fn prep_recv(State(stub): State<Arc<Stub>>, body: Bytes) -> Result<Json<PrepRecvResponse>, Refused> {
-    let ask = Ask::read(&body)?;
+fn prep_recv(stub: &Stub, body: &[u8]) -> Result<Json<PrepRecvResponse>, Refused> {
+    let ask = Ask::read(body)?;
     let end = ask.end.ok_or_else(|| missing("end"))?;
     let end = normalise_prep_end(end, ask.prompt.0, ask.commit.unwrap_or(false))?;
     Ok(Json(PrepRecvResponse {
@@ -276,8 +350,8 @@ async fn prep_recv(State(stub): State<Arc<Stub>>, body: Bytes) -> Result<Json<Pr
     }))
 }
 
-async fn remote_send(body: Bytes) -> Result<Json<RemoteSendResponse>, Refused> {
-    let ask = Ask::read(&body)?;
+fn remote_send(body: &[u8]) -> Result<Json<RemoteSendResponse>, Refused> {
+    let ask = Ask::read(body)?;
     let (begin, end) = (ask.begin.ok_or_else(|| missing("begin"))?, ask.end.ok_or_else(|| missing("end"))?);
     let range = normalise_send_range(begin, end, ask.prompt.0, true)?;
     Ok(Json(RemoteSendResponse {
@@ -288,8 +362,8 @@ async fn remote_send(body: Bytes) -> Result<Json<RemoteSendResponse>, Refused> {
 }
 
 /// `start_generate`, which has a `begin`, and OpenAI's completions, which have none.
-async fn generate(State(stub): State<Arc<Stub>>, body: Bytes) -> Result<Response, Refused> {
-    let ask = Ask::read(&body)?;
+async fn generate(stub: &Stub, body: &[u8], marked: bool) -> Result<Response, Refused> {
+    let ask = Ask::read(body)?;
     if let Some(begin) = ask.begin {
         normalise_begin(begin, ask.prompt.0)?;
     }
@@ -305,36 +379,59 @@ async fn generate(State(stub): State<Arc<Stub>>, body: Bytes) -> Result<Response
     let usage = Usage::new(u32::try_from(ask.prompt.0).unwrap_or(u32::MAX), num_tokens, 0);
     if ask.stream.unwrap_or(false) {
         let include_usage = ask.stream_options.unwrap_or_default().include_usage.unwrap_or(false);
-        return Ok(stream(&stub, num_tokens, ids, include_usage.then_some(usage)));
+        return Ok(stream(stub, num_tokens, ids, marked, (usage, include_usage)));
     }
     if !stub.pause.is_zero() {
         tokio::time::sleep(stub.pause * num_tokens).await;
     }
     let mut whole = chunk(stub.created, num_tokens, ids, true);
     whole.usage = Some(usage);
-    Ok(Json(whole).into_response())
+    let mut response = Json(whole).into_response();
+    if marked && let Ok(mark) = HeaderValue::try_from(took(usage).to_string()) {
+        response.headers_mut().insert(RELAY_HEADER, mark);
+    }
+    Ok(response)
 }
 
-fn stream(stub: &Stub, num_tokens: u32, ids: bool, usage: Option<Usage>) -> Response {
-    let [token, last] = stub.events[usize::from(ids)].clone();
+/// What a router that passes the answer on is told.
+fn took(usage: Usage) -> RelayUsage {
+    let Usage { prompt_tokens, completion_tokens, .. } = usage;
+    RelayUsage { prompt_tokens, completion_tokens, cached_tokens: 0, first_token_micros: 0 }
+}
+
+fn stream(stub: &Stub, num_tokens: u32, ids: bool, marked: bool, usage: (Usage, bool)) -> Response {
+    let [token, last] = stub.events[usize::from(marked)][usize::from(ids)].clone();
+    let (usage, include_usage) = usage;
     let pause = stub.pause;
-    let tokens = futures::stream::iter(1..=num_tokens).then(move |number| {
-        let event = if number == num_tokens { last.clone() } else { token.clone() };
-        async move {
-            if !pause.is_zero() {
-                tokio::time::sleep(pause).await;
-            }
+    let mut end = Vec::new();
+    if include_usage {
+        let mut chunk = CompletionResponse::new("cmpl-stub", stub.created, MODEL, Vec::new());
+        chunk.usage = Some(usage);
+        let mark = if marked { relay_mark(&[]) } else { String::new() };
+        end.push(Bytes::from(mark + &sse_event(&chunk)));
+    }
+    end.push(if marked {
+        Bytes::from(relay_end_mark(&took(usage)) + SSE_DONE)
+    } else {
+        Bytes::from_static(SSE_DONE.as_bytes())
+    });
+    let event = move |number| if number == num_tokens { last.clone() } else { token.clone() };
+    let tokens = futures::stream::iter(1..=num_tokens).map(event);
+    let end = futures::stream::iter(end);
+    let body = if pause.is_zero() {
+        Body::from_stream(tokens.chain(end).map(Ok::<_, Infallible>))
+    } else {
+        let slowly = tokens.then(move |event| async move {
+            tokio::time::sleep(pause).await;
             event
-        }
-    });
-    let usage = usage.map(|usage| {
-        let mut end = CompletionResponse::new("cmpl-stub", stub.created, MODEL, Vec::new());
-        end.usage = Some(usage);
-        Bytes::from(sse_event(&end))
-    });
-    let end = usage.into_iter().chain([Bytes::from_static(SSE_DONE.as_bytes())]);
-    let events = tokens.chain(futures::stream::iter(end)).map(Ok::<_, std::convert::Infallible>);
-    ([(header::CONTENT_TYPE, "text/event-stream; charset=utf-8")], Body::from_stream(events)).into_response()
+        });
+        Body::from_stream(slowly.chain(end).map(Ok::<_, Infallible>))
+    };
+    let mut response = ([(header::CONTENT_TYPE, "text/event-stream; charset=utf-8")], body).into_response();
+    if marked {
+        response.headers_mut().insert(RELAY_HEADER, HeaderValue::from_static("1"));
+    }
+    response
 }
 
 /// An error on its way out.

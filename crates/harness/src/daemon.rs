@@ -62,6 +62,42 @@ impl Daemon {
         }
     }
 
+    /// Starts a server of another make, which is told by `command` to listen on `port`, and waits until `is_up` says so of its URL.
+    ///
+    /// # Errors
+    /// If it cannot be started, exits, or is not up within `timeout`; the end of its log is in the message.
+    pub fn adopt(
+        name: &str,
+        mut command: Command,
+        port: u16,
+        is_up: impl Fn(&str) -> bool,
+        timeout: Duration,
+    ) -> Result<Self> {
+        let dir =
+            tempfile::Builder::new().prefix("microserving-").tempdir().context("no temporary folder")?;
+        let log = dir.path().join("log");
+        let sink = File::create(&log).context("cannot create the log")?;
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(sink.try_clone().context("cannot share the log")?)
+            .stderr(sink)
+            .spawn()
+            .with_context(|| format!("cannot start {}", command.get_program().display()))?;
+        let url = format!("http://127.0.0.1:{port}");
+        let mut daemon = Self { name: name.to_owned(), child, url, log, _dir: dir };
+        let deadline = Instant::now() + timeout;
+        while !is_up(&daemon.url) {
+            if let Some(status) = daemon.child.try_wait()? {
+                bail!("{name} ended at start ({status}):\n{}", daemon.log_tail());
+            }
+            if Instant::now() > deadline {
+                bail!("{name} is not up after {timeout:?}:\n{}", daemon.log_tail());
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        Ok(daemon)
+    }
+
     /// Waits until `/health/ready` answers 200.
     ///
     /// # Errors

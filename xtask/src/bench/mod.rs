@@ -23,6 +23,9 @@ pub(crate) struct Args {
     /// The model for `engine`; the demo model if not given.
     #[arg(long)]
     model: Option<String>,
+    /// For `router`: measure the routers that a user would pick instead beside it, installed from PyPI into the target folder.
+    #[arg(long)]
+    peers: bool,
     /// Append the rows to docs/benchmarks instead of target/benchmarks.
     #[arg(long)]
     keep: bool,
@@ -54,7 +57,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
                 };
                 engine::run(&release(&["microserving-engined", "microserving-routerd"])?, &model, &mut rows)?;
             }
-            What::Router => router::run(&mut rows)?,
+            What::Router => router::run(&mut rows, args.peers)?,
             What::Transfer => transfer::run(&mut rows)?,
             What::Micro => micro::run(&mut rows)?,
         }

@@ -1,6 +1,8 @@
-//! A hop through the router: the same requests to stub engines, directly and routed by each pattern, in turns.
+//! A hop through the router: the same requests to stub engines, directly, routed by each pattern, and by others beside it, in turns.
 
+mod beside;
 mod books;
+mod cores;
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -10,6 +12,7 @@ use microserving_harness::Daemon;
 use serde_json::{Value, json};
 
 use books::Books;
+use cores::Cores;
 
 use super::engine::percentile;
 use super::load::{Load, MARK, Message, Seen};
@@ -17,37 +20,32 @@ use super::row::Rows;
 use crate::{shell, table};
 
 const PROMPT_BYTES: [usize; 3] = [200, 2 << 10, 16 << 10];
-const CLIENTS: [usize; 2] = [1, 32];
+const CLIENTS: [usize; 2] = [1, 64];
 const OUTPUT_TOKENS: usize = 16;
 const REPEATS: usize = 3;
-/// 36 cells, each of them so often: with starting and stopping about two minutes.
-const WARM_UP: Duration = Duration::from_millis(150);
-const MEASURED: Duration = Duration::from_millis(850);
+/// 60 cells, or 132 with the peers, each of them so often: with starting and stopping about two minutes, or five.
+const WARM_UP: Duration = Duration::from_millis(100);
+const MEASURED: Duration = Duration::from_millis(600);
 
 /// The way of a request to the engines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Setup {
     Direct,
     DataParallel,
+    /// Data parallel as it is for requests that need more than to be passed on: read, tokenised, and made anew.
+    Read,
     PrefillDecode,
+    /// Through another proxy, by its place among those.
+    Beside(usize),
 }
 
 impl Setup {
-    const ALL: [Self; 3] = [Self::Direct, Self::DataParallel, Self::PrefillDecode];
-
-    const fn name(self) -> &'static str {
-        match self {
-            Self::Direct => "direct",
-            Self::DataParallel => "data_parallel",
-            Self::PrefillDecode => "prefill_decode",
-        }
-    }
-
     /// The calls that the router makes for one request.
     const fn calls(self) -> &'static [&'static str] {
         match self {
-            Self::Direct => &[],
-            Self::DataParallel => &["start_generate"],
+            Self::Direct | Self::Beside(_) => &[],
+            Self::DataParallel => &["relay"],
+            Self::Read => &["start_generate"],
             Self::PrefillDecode => &["prep_recv", "remote_send", "start_generate"],
         }
     }
@@ -74,7 +72,7 @@ impl Shape {
     fn body(self) -> String {
         let words = "the quick brown fox jumps over the lazy dog ".repeat(self.prompt_bytes / 40 + 1);
         let prompt = format!("{MARK} {}", &words[..self.prompt_bytes - MARK.len() - 1]);
-        json!({"prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": self.stream})
+        json!({"model": "stub", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": self.stream})
             .to_string()
     }
 
@@ -99,8 +97,8 @@ fn count(text: &[u8], part: &[u8]) -> usize {
 }
 
 /// Measures direct and routed calls over stub engines. An error if any request failed, after everything was shown.
-pub(crate) fn run(rows: &mut Rows) -> Result<()> {
-    let stage = Stage::start()?;
+pub(crate) fn run(rows: &mut Rows, peers: bool) -> Result<()> {
+    let stage = Stage::start(peers)?;
     let mut next_number = 0;
     let mut lines = Vec::new();
     let (mut num_failed, mut failure) = (0, None);
@@ -113,10 +111,12 @@ pub(crate) fn run(rows: &mut Rows) -> Result<()> {
         }
     }
     println!(
-        "\nrouter: {OUTPUT_TOKENS} tokens an answer, medians of {REPEATS} repeats in turns, {} cores shared by clients, router and \
-         two stub engines\n(a byte a token, so 16 KiB of text are 16384 ids on their way to an engine; with more clients than \
-         cores, times are queueing)",
-        std::thread::available_parallelism().map_or(0, usize::from)
+        "\nrouter: {OUTPUT_TOKENS} tokens an answer, medians of {REPEATS} repeats in turns; {}\n(a byte a token, so 16 KiB of text \
+         are 16384 ids on their way to an engine where a pattern sends ids; with 64 clients, times are queueing)",
+        match stage.cores {
+            Some(_) => "the router measured has the last core, clients and two stub engines share the others",
+            None => "clients, router and two stub engines share one core",
+        }
     );
     let header = [
         "setup",
@@ -144,11 +144,13 @@ pub(crate) fn run(rows: &mut Rows) -> Result<()> {
 struct Stage {
     router: Daemon,
     stubs: Vec<Daemon>,
+    beside: Vec<Daemon>,
+    cores: Option<Cores>,
 }
 
 impl Stage {
     /// Builds as users do, in one go, and starts everything.
-    fn start() -> Result<Self> {
+    fn start(peers: bool) -> Result<Self> {
         shell::run(shell::cargo().args(["build", "--release"]).args([
             "--package",
             "microserving-routerd",
@@ -158,7 +160,10 @@ impl Stage {
             "routerd",
             "--example",
             "stub_engine",
+            "--example",
+            "bare_proxy",
         ]))?;
+        let cores = Cores::divide()?;
         let binaries = shell::target_dir().join("release");
         let patience = Duration::from_secs(20);
         let mut stubs = Vec::new();
@@ -174,20 +179,47 @@ impl Stage {
             stubs.push(stub);
         }
         args.extend(["--min-engines".to_owned(), stubs.len().to_string()]);
-        let mut router = Daemon::spawn("router", &binaries.join("routerd"), &args, patience)?;
+        let spawn = || Daemon::spawn("router", &binaries.join("routerd"), &args, patience);
+        let mut router = Cores::on_last(cores.as_ref(), spawn)?;
         router.wait_ready(patience)?;
-        Ok(Self { router, stubs })
+        let beside = Cores::on_last(cores.as_ref(), || beside::start(&binaries, &stubs, peers))?;
+        Ok(Self { router, stubs, beside, cores })
+    }
+
+    fn setups(&self) -> Vec<Setup> {
+        let ours = [Setup::Direct, Setup::DataParallel, Setup::Read, Setup::PrefillDecode];
+        ours.into_iter().chain((0..self.beside.len()).map(Setup::Beside)).collect()
+    }
+
+    fn name(&self, setup: Setup) -> &str {
+        match setup {
+            Setup::Direct => "direct",
+            Setup::DataParallel => "data_parallel",
+            Setup::Read => "data_parallel, read",
+            Setup::PrefillDecode => "prefill_decode",
+            Setup::Beside(place) => self.beside[place].name(),
+        }
+    }
+
+    /// The process that a setup goes through.
+    fn process(&self, setup: Setup) -> &Daemon {
+        match setup {
+            Setup::Beside(place) => &self.beside[place],
+            _ => &self.router,
+        }
     }
 
     /// Measures every setup in turns, forwards and backwards, so that none has the quiet moments for itself.
-    fn measure(&self, shape: Shape, next_number: &mut u64) -> Result<[Cell; 3]> {
-        let mut cells = Setup::ALL.map(|setup| Cell::new(setup, shape));
+    fn measure(&self, shape: Shape, next_number: &mut u64) -> Result<Vec<Cell>> {
+        let setups = self.setups();
+        let mut cells: Vec<Cell> =
+            setups.iter().map(|&setup| Cell::new(setup, self.name(setup), shape)).collect();
         for repeat in 0..REPEATS {
-            let mut order = [0, 1, 2];
+            let mut order: Vec<usize> = (0..cells.len()).collect();
             if repeat % 2 == 1 {
                 order.reverse();
             }
-            let mut takes = [None, None, None];
+            let mut takes: Vec<Option<Take>> = vec![None; cells.len()];
             for index in order {
                 takes[index] = Some(self.take(&mut cells[index], next_number)?);
             }
@@ -208,11 +240,13 @@ impl Stage {
             measured: MEASURED,
             check: &check,
         };
-        let before = Books::of(&self.router)?;
+        let process = self.process(setup);
+        let (before, cpu) = (Books::of(&self.router)?, process.cpu_time()?);
         let seen = load.run(next_number);
+        let cpu = process.cpu_time()?.saturating_sub(cpu);
         let books = Books::of(&self.router)?.since(&before);
         cell.note(&seen, &books);
-        let (now, peak) = self.router.resident_bytes()?;
+        let (now, peak) = process.resident_bytes()?;
         cell.rss_bytes = now;
         cell.peak_rss_bytes = peak;
         Ok(Take {
@@ -220,7 +254,7 @@ impl Stage {
             p99: percentile(&seen.whole, 99.0),
             first_p50: percentile(&seen.first, 50.0),
             rate: seen.whole.len() as f64 / MEASURED.as_secs_f64(),
-            cpu: books.cpu.as_secs_f64() / seen.num_sent.max(1) as f64,
+            cpu: cpu.as_secs_f64() / seen.num_sent.max(1) as f64,
         })
     }
 
@@ -228,12 +262,15 @@ impl Stage {
     fn messages(&self, setup: Setup, shape: Shape) -> Result<Vec<Message>> {
         let body = shape.body();
         let headers: &[(&str, &str)] = match setup {
-            Setup::Direct => &[],
-            routed => &[("x-microserving-pattern", routed.name())],
+            Setup::Direct | Setup::Beside(_) => &[],
+            Setup::DataParallel => &[("x-microserving-pattern", "data_parallel")],
+            // Who wants to know what was computed where gets an answer that was read.
+            Setup::Read => &[("x-microserving-pattern", "data_parallel"), ("x-microserving-stats", "1")],
+            Setup::PrefillDecode => &[("x-microserving-pattern", "prefill_decode")],
         };
         let servers: Vec<&Daemon> = match setup {
             Setup::Direct => self.stubs.iter().collect(),
-            _ => vec![&self.router],
+            _ => vec![self.process(setup)],
         };
         let servers = servers.into_iter().cycle().take(shape.clients);
         servers.map(|server| Message::post(address(server)?, "/v1/completions", headers, &body)).collect()
@@ -260,6 +297,7 @@ struct Take {
 /// A setup with a shape, over all repeats.
 struct Cell {
     setup: Setup,
+    name: String,
     shape: Shape,
     takes: Vec<Take>,
     /// The same repeats' direct runs.
@@ -272,9 +310,10 @@ struct Cell {
 }
 
 impl Cell {
-    fn new(setup: Setup, shape: Shape) -> Self {
+    fn new(setup: Setup, name: &str, shape: Shape) -> Self {
         Self {
             setup,
+            name: name.to_owned(),
             shape,
             takes: Vec::new(),
             direct: Vec::new(),
@@ -339,7 +378,7 @@ impl Cell {
         let middle = |values: Option<Vec<f64>>| values.map(|values| percentile(&values, 50.0));
         let or_nothing = |text: Option<String>| text.unwrap_or_else(|| "-".into());
         vec![
-            self.setup.name().to_owned(),
+            self.name.clone(),
             bytes(self.shape.prompt_bytes),
             self.shape.clients.to_string(),
             if self.shape.stream { "yes" } else { "no" }.to_owned(),
@@ -361,7 +400,7 @@ impl Cell {
             values.map(|values| json!({"median": percentile(&values, 50.0), "repeats": values}))
         };
         json!({
-            "setup": self.setup.name(), "prompt_bytes": self.shape.prompt_bytes, "clients": self.shape.clients,
+            "setup": self.name, "prompt_bytes": self.shape.prompt_bytes, "clients": self.shape.clients,
             "stream": self.shape.stream, "output_tokens": OUTPUT_TOKENS,
             "p50_seconds": self.median(|take| take.p50), "p99_seconds": self.median(|take| take.p99),
             "first_byte_p50_seconds": self.median(|take| take.first_p50),
@@ -412,7 +451,7 @@ mod tests {
     #[test]
     fn runs_are_compared_within_their_repeat_and_only_where_both_have_answers() {
         let take = |p50: f64, rate: f64| Take { p50, p99: p50, first_p50: p50, rate, cpu: 0.0 };
-        let mut cell = Cell::new(Setup::DataParallel, SHAPE);
+        let mut cell = Cell::new(Setup::DataParallel, "data_parallel", SHAPE);
         cell.add(take(0.5, 10.0), take(0.25, 40.0));
         cell.add(take(0.0, 0.0), take(0.25, 40.0));
         cell.add(take(0.5, 10.0), take(0.0, 0.0));
