@@ -4,6 +4,7 @@
 #![allow(clippy::disallowed_types, reason = "real processes are measured; there is no clock to pause")]
 
 mod bad_input;
+mod control;
 mod equality;
 mod mixed_load;
 mod operations;

@@ -4,7 +4,7 @@
 //! (command line over environment over default) does the layering, and clap's own parsers check the file's values.
 
 use std::any::TypeId;
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::OsString;
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -65,6 +65,32 @@ pub enum ConfigError {
 /// # Errors
 /// If any layer holds an unknown name or a value of the wrong type.
 pub fn load<T: Parser>(args: impl IntoIterator<Item = OsString>) -> Result<Loaded<T>, ConfigError> {
+    let mut matches = match read::<T>(args)? {
+        Loaded::Run(matches) => matches,
+        Loaded::Print(text) => return Ok(Loaded::Print(text)),
+    };
+    T::from_arg_matches_mut(&mut matches).map(Loaded::Run).map_err(ConfigError::CommandLine)
+}
+
+/// Returns the values in force by the options' names in the file, from the same places as [`load`]: what differs between two
+/// of them is what somebody changed in the file meanwhile. What is not set is not there.
+///
+/// # Errors
+/// As [`load`].
+pub fn values<T: Parser>(
+    args: impl IntoIterator<Item = OsString>,
+) -> Result<BTreeMap<String, Vec<OsString>>, ConfigError> {
+    let Loaded::Run(matches) = read::<T>(args)? else { return Ok(BTreeMap::new()) };
+    let command = T::command();
+    let named = command.get_arguments().filter_map(|arg| Some((key_of(arg)?, arg.get_id().as_str())));
+    let values = named.filter_map(|(key, id)| {
+        let raw = matches.try_get_raw(id).ok().flatten()?;
+        Some((key, raw.map(OsString::from).collect()))
+    });
+    Ok(values.collect())
+}
+
+fn read<T: Parser>(args: impl IntoIterator<Item = OsString>) -> Result<Loaded<ArgMatches>, ConfigError> {
     let args: Vec<OsString> = args.into_iter().collect();
     let mut command = with_own_arguments(T::command());
 
@@ -86,14 +112,14 @@ pub fn load<T: Parser>(args: impl IntoIterator<Item = OsString>) -> Result<Loade
             None => arg,
         });
     }
-    let mut matches = match command.try_get_matches_from_mut(&args) {
+    let matches = match command.try_get_matches_from_mut(&args) {
         Ok(matches) => matches,
         Err(error) => return help_or_error(error),
     };
     if matches.get_flag(PRINT_CONFIG) {
         return Ok(Loaded::Print(print_config(&command, &matches, &from_file)));
     }
-    T::from_arg_matches_mut(&mut matches).map(Loaded::Run).map_err(ConfigError::CommandLine)
+    Ok(Loaded::Run(matches))
 }
 
 const CONFIG: &str = "config";

@@ -51,12 +51,12 @@ mod shutdown;
 mod stall;
 mod values;
 
-pub use config::{ConfigError, Loaded, load};
+pub use config::{ConfigError, Loaded, load, values};
 pub use health::Health;
 pub use logging::{LogFormat, init_logging};
 pub use options::DaemonOptions;
 pub use reference::reference_table;
-pub use run::{Daemon, Refused, run_daemon};
+pub use run::{Daemon, Refused, describe, run_daemon};
 pub use serve::{Answering, HttpServer, ServeError, Shortcut};
-pub use shutdown::Shutdown;
+pub use shutdown::{Hangups, Shutdown};
 pub use values::{ByteSize, positive_seconds, seconds};

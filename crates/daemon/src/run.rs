@@ -69,7 +69,7 @@ fn refuse<T: Daemon>(error: &ConfigError) -> ExitCode {
     let text = match error {
         // clap's text is complete and says "error:" itself.
         ConfigError::CommandLine(error) => error.to_string(),
-        other => format!("{}: {:#}\n", T::command().get_name(), anyhow::anyhow!("{}", chain(other))),
+        other => format!("{}: {}\n", T::command().get_name(), describe(other)),
     };
     let _ = std::io::stderr().write_all(text.as_bytes());
     ExitCode::from(2)
@@ -80,7 +80,9 @@ fn fail<T: Daemon>(error: &anyhow::Error) -> ExitCode {
     if error.downcast_ref::<Refused>().is_some() { ExitCode::from(2) } else { ExitCode::FAILURE }
 }
 
-fn chain(error: &dyn std::error::Error) -> String {
+/// Writes an error with its causes.
+#[must_use]
+pub fn describe(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {

@@ -14,9 +14,10 @@ use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use axum::Extension;
 use axum::Router;
 use axum::body::{Body, Bytes};
-use axum::extract::{DefaultBodyLimit, Request};
+use axum::extract::{ConnectInfo, DefaultBodyLimit, Request};
 use axum::response::Response;
 use hyper::body::{Body as HttpBody, Frame, Incoming, SizeHint};
 use hyper::service::Service;
@@ -200,9 +201,9 @@ impl Acceptor {
                 () = &mut idle => break,
                 Some(ended) = connections.join_next() => report(ended),
                 accepted = self.accept() => {
-                    let Some((stream, slot)) = accepted else { continue };
-                    let routes = TowerToHyperService::new(routes.clone());
-                    let front = Front { app: Arc::clone(&self.app), routes };
+                    let Some((stream, peer, slot)) = accepted else { continue };
+                    let routes = routes.clone().layer(Extension(ConnectInfo(peer)));
+                    let front = Front { app: Arc::clone(&self.app), routes: TowerToHyperService::new(routes) };
                     let (limits, closing) = (self.limits, closing.clone());
                     connections.spawn(async move {
                         let _slot = slot;
@@ -223,13 +224,13 @@ impl Acceptor {
         }
     }
 
-    async fn accept(&self) -> Option<(TcpStream, tokio::sync::OwnedSemaphorePermit)> {
+    async fn accept(&self) -> Option<(TcpStream, SocketAddr, tokio::sync::OwnedSemaphorePermit)> {
         let slot = Arc::clone(&self.slots).acquire_owned().await.ok()?;
         match self.listener.accept().await {
-            Ok((stream, _)) => {
+            Ok((stream, peer)) => {
                 // Tokens are small and must not wait for each other.
                 let _ = stream.set_nodelay(true);
-                Some((stream, slot))
+                Some((stream, peer, slot))
             }
             Err(error) => {
                 // Out of file descriptors, or the peer is gone already: the next accept may work.

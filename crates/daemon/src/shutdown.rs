@@ -76,6 +76,27 @@ impl Shutdown {
     }
 }
 
+/// SIGHUPs: somebody wants the configuration file to be read again.
+#[derive(Debug)]
+pub struct Hangups(tokio::signal::unix::Signal);
+
+impl Hangups {
+    /// Catches SIGHUP from now on; it no longer ends the process.
+    ///
+    /// # Errors
+    /// If the handler cannot be installed.
+    pub fn catch() -> std::io::Result<Self> {
+        signal(SignalKind::hangup()).map(Self)
+    }
+
+    /// Waits for the next one. Cancel safe; several at once count as one.
+    pub async fn next(&mut self) {
+        if self.0.recv().await.is_none() {
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
 async fn next_signal(
     terminate: &mut tokio::signal::unix::Signal,
     interrupt: &mut tokio::signal::unix::Signal,

@@ -77,6 +77,27 @@ pub fn get(url: &str) -> Result<Answer> {
     whole(agent(CALL_TIMEOUT).get(url).call().with_context(|| format!("GET {url}"))?)
 }
 
+/// Sends JSON by any method, or nothing by one that takes no body.
+///
+/// # Errors
+/// If nobody answers; an error status is an [`Answer`].
+pub fn send(method: &str, url: &str, headers: &[(&str, &str)], body: Option<&Value>) -> Result<Answer> {
+    let mut request = ureq::http::Request::builder().method(method).uri(url);
+    for (name, value) in headers {
+        request = request.header(*name, *value);
+    }
+    let context = || format!("{method} {url}");
+    let agent = agent(CALL_TIMEOUT);
+    let response = match body {
+        None => agent.run(request.body(()).with_context(context)?),
+        Some(body) => {
+            let request = request.header("content-type", "application/json");
+            agent.run(request.body(body.to_string()).with_context(context)?)
+        }
+    };
+    whole(response.with_context(context)?)
+}
+
 /// Sends any bytes by POST.
 ///
 /// # Errors

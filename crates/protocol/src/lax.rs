@@ -53,6 +53,26 @@ impl Fields {
         self.map.get(name).is_some_and(|value| !value.is_null())
     }
 
+    /// Says whether the field is there, null or not, without taking it.
+    #[must_use]
+    pub fn contains(&self, name: &str) -> bool {
+        self.map.contains_key(name)
+    }
+
+    /// Refuses whatever has not been taken; `of` says what it would be a field of.
+    ///
+    /// # Errors
+    /// 400 naming the first.
+    pub fn refuse_rest(&self, of: &str) -> Result<(), ApiError> {
+        match self.map.keys().next() {
+            None => Ok(()),
+            Some(name) => {
+                let path = self.path(name);
+                Err(ApiError::bad_request(&path, format!("{path} is no field of {of}")))
+            }
+        }
+    }
+
     /// Takes a field as it is; `None` if absent or null.
     pub fn take(&mut self, name: &str) -> Option<Value> {
         self.map.remove(name).filter(|value| !value.is_null())

@@ -5,6 +5,7 @@ use std::future::Future;
 use futures::StreamExt;
 use microserving_client::CallContext;
 use microserving_protocol::{Attempt, CompletionAssembler, CompletionResponse};
+use tokio::time::Instant;
 use tracing::warn;
 
 use crate::ctx::{Shared, Troubles};
@@ -115,6 +116,7 @@ impl<'a> Attempts<'a> {
         call: &'a CallContext,
     ) -> Self {
         shared.traffic.arrive();
+        shared.retry_budget.deposit();
         Self {
             shared,
             program,
@@ -159,6 +161,10 @@ impl<'a> Attempts<'a> {
             return Err(last);
         }
         if self.made >= MAX_ATTEMPTS || !error.is_worth_another_attempt() {
+            return Err(error);
+        }
+        if !self.shared.retry_budget.try_spend(Instant::now()) {
+            self.shared.metrics.retry_refused();
             return Err(error);
         }
         warn!(

@@ -22,6 +22,11 @@ const SECRETS: [HeaderName; 4] = [
     HeaderName::from_static("x-api-key"),
 ];
 
+/// Says whether a header is never kept.
+pub(crate) fn is_secret(name: &HeaderName) -> bool {
+    SECRETS.contains(name)
+}
+
 /// The headers of one request, without secrets and bounded in size. Clones share them.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct ClientHeaders(Option<Arc<HeaderMap>>);

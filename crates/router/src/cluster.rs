@@ -5,12 +5,16 @@ use std::sync::{Arc, PoisonError, RwLock};
 use microserving_client::EngineKind;
 use microserving_protocol::ModelCard;
 
-use crate::{Engine, EngineSpec, Role};
+use tokio::time::Instant;
+
+use crate::thresholds::Limits;
+use crate::{Engine, EngineSpec, Role, Thresholds};
 
 /// The engines that requests can go to. They join and leave while serving; a number is never used again.
 #[derive(Debug)]
 pub struct Cluster {
     members: RwLock<Members>,
+    limits: Arc<Limits>,
 }
 
 #[derive(Debug)]
@@ -25,9 +29,22 @@ impl Cluster {
     #[must_use]
     pub fn new(specs: Vec<EngineSpec>) -> Self {
         let numbered = (0..).zip(specs);
-        let engines: Arc<[_]> = numbered.map(|(number, spec)| Arc::new(Engine::new(number, spec))).collect();
+        let limits = Arc::new(Limits::default());
+        let engine = |(number, spec)| Arc::new(Engine::new(number, spec, limits.clone()));
+        let engines: Arc<[_]> = numbered.map(engine).collect();
         let next_number = u32::try_from(engines.len()).unwrap_or(u32::MAX);
-        Self { members: RwLock::new(Members { next_number, engines }) }
+        Self { members: RwLock::new(Members { next_number, engines }), limits }
+    }
+
+    /// Returns when engines are trusted.
+    #[must_use]
+    pub fn thresholds(&self) -> Thresholds {
+        self.limits.get()
+    }
+
+    /// Changes when engines are trusted.
+    pub(crate) fn set_thresholds(&self, thresholds: Thresholds) {
+        self.limits.set(thresholds);
     }
 
     /// Returns all engines as of now.
@@ -54,7 +71,7 @@ impl Cluster {
         if members.engines.iter().any(|engine| engine.name() == spec.calls.name()) {
             return None;
         }
-        let engine = Arc::new(Engine::new(members.next_number, spec));
+        let engine = Arc::new(Engine::new(members.next_number, spec, self.limits.clone()));
         members.next_number += 1;
         members.engines = members.engines.iter().cloned().chain([engine.clone()]).collect();
         Some(engine)
@@ -86,7 +103,7 @@ impl Cluster {
     #[must_use]
     pub fn models(&self) -> Vec<ModelCard> {
         let mut models: Vec<ModelCard> = Vec::new();
-        for engine in self.engines().iter().filter(|engine| engine.takes_requests()) {
+        for engine in self.engines().iter().filter(|engine| engine.is_open()) {
             for card in engine.models() {
                 if !models.iter().any(|known| known.id == card.id) {
                     models.push(card);
@@ -125,7 +142,7 @@ impl Cluster {
     /// Returns how many engines get requests now.
     #[must_use]
     pub fn num_ready(&self) -> usize {
-        self.engines().iter().filter(|engine| engine.takes_requests()).count()
+        self.engines().iter().filter(|engine| engine.is_open()).count()
     }
 
     /// Returns the requests in flight over all engines: 0 when nothing is being served.
@@ -135,9 +152,20 @@ impl Cluster {
     }
 
     fn available(&self, model: Option<&str>, but_not: Role) -> Vec<Arc<Engine>> {
-        let fits = |engine: &&Arc<Engine>| {
-            engine.takes_requests() && engine.role() != but_not && engine.serves(model)
-        };
-        self.engines().iter().filter(fits).cloned().collect()
+        let mut now = None;
+        let mut now = || *now.get_or_insert_with(Instant::now);
+        let engines = self.engines();
+        let fits = |engine: &&Arc<Engine>| engine.role() != but_not && engine.serves(model);
+        let found: Vec<_> = engines
+            .iter()
+            .filter(|engine| engine.takes_requests_at(&mut now))
+            .filter(fits)
+            .cloned()
+            .collect();
+        if !found.is_empty() {
+            return found;
+        }
+        // All of them failed lately: then it is rather the requests, and a try is better than a refusal.
+        engines.iter().filter(|engine| engine.is_open()).filter(fits).cloned().collect()
     }
 }

@@ -11,7 +11,7 @@ use crate::engine::InFlight;
 use crate::placement::{Choice, Job};
 use crate::predict::Traffic;
 use crate::stats::StatsCell;
-use crate::{Cluster, Engine, Error, Metrics, Placement, Request, Seat};
+use crate::{Cluster, Engine, Error, Metrics, Placement, Request, RetryBudget, Seat};
 
 /// What lasts as long as the service, and every context shares.
 #[derive(Clone, Debug)]
@@ -20,6 +20,7 @@ pub(crate) struct Shared {
     pub(crate) placement: Arc<Placement>,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) traffic: Arc<Traffic>,
+    pub(crate) retry_budget: Arc<RetryBudget>,
     pub(crate) aborts: AbortQueue,
 }
 

@@ -3,6 +3,7 @@
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use microserving_client::{BadUrl, ClientError, EngineAddress, EngineCalls, EngineKind};
 use microserving_protocol::{ModelCard, StateView};
@@ -11,7 +12,9 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::predict::{Costs, ProfileSource};
-use crate::{Outlook, Request};
+use crate::thresholds::Limits;
+use crate::vitals::{Verdict, Vitals};
+use crate::{BreakerState, Outlook, Request, Thresholds};
 
 /// Tokens in a page of the prefixes that an engine which does not tell its page size is believed to hold.
 const FOREIGN_PAGE_SIZE: u32 = 16;
@@ -70,18 +73,20 @@ pub struct EngineSpec {
     pub recv_rank: i64,
     /// Its share of the requests, beside one of weight 1.
     pub weight: f64,
+    /// How configuration writes where it is, and what it is.
+    pub address: String,
 }
 
 impl EngineSpec {
     /// Describes an engine for any role.
     #[must_use]
     pub fn new(calls: Arc<dyn EngineCalls>, role: Role) -> Self {
-        Self { calls, role, recv_rank: 0, weight: 1.0 }
+        Self { address: calls.name().to_owned(), calls, role, recv_rank: 0, weight: 1.0 }
     }
 
     /// Gives it another share of the requests than 1.
     #[must_use]
-    pub const fn with_weight(mut self, weight: f64) -> Self {
+    pub fn with_weight(mut self, weight: f64) -> Self {
         self.weight = weight;
         self
     }
@@ -91,7 +96,11 @@ impl EngineSpec {
     /// # Errors
     /// If its URL is none.
     pub fn at(address: &EngineAddress, role: Role) -> Result<Self, BadUrl> {
-        Ok(Self { recv_rank: address.recv_rank, ..Self::new(address.connect()?, role) })
+        Ok(Self {
+            recv_rank: address.recv_rank,
+            address: address.to_string(),
+            ..Self::new(address.connect()?, role)
+        })
     }
 }
 
@@ -105,6 +114,21 @@ pub enum Health {
     NotReady = 1,
     /// It takes requests.
     Ready = 2,
+    /// It took requests, and has given no sign of life for a while.
+    Suspect = 3,
+}
+
+impl Health {
+    /// Returns the name that is shown.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Down => "down",
+            Self::NotReady => "not_ready",
+            Self::Ready => "ready",
+            Self::Suspect => "suspect",
+        }
+    }
 }
 
 /// How busy an engine is: the larger of what we have in flight there and what it reports.
@@ -124,11 +148,14 @@ pub struct Engine {
     number: u32,
     calls: Arc<dyn EngineCalls>,
     recv_rank: i64,
+    address: String,
     role: AtomicU8,
     /// The bits of an `f64`.
     weight: AtomicU64,
     is_draining: AtomicBool,
     health: AtomicU8,
+    vitals: Vitals,
+    limits: Arc<Limits>,
     requests: AtomicU32,
     queued_tokens: AtomicU64,
     /// It was seen not to know of relaying.
@@ -154,15 +181,18 @@ struct Seen {
 }
 
 impl Engine {
-    pub(crate) fn new(number: u32, spec: EngineSpec) -> Self {
+    pub(crate) fn new(number: u32, spec: EngineSpec, limits: Arc<Limits>) -> Self {
         Self {
             number,
             calls: spec.calls,
             recv_rank: spec.recv_rank,
+            address: spec.address,
             role: AtomicU8::new(spec.role as u8),
             weight: AtomicU64::new(spec.weight.to_bits()),
             is_draining: AtomicBool::new(false),
             health: AtomicU8::new(Health::Down as u8),
+            vitals: Vitals::new(Instant::now()),
+            limits,
             requests: AtomicU32::new(0),
             queued_tokens: AtomicU64::new(0),
             cannot_relay: AtomicBool::new(false),
@@ -227,19 +257,75 @@ impl Engine {
 
     /// Gives it new requests again.
     pub fn undrain(&self) {
-        self.is_draining.store(false, Ordering::Relaxed);
+        if self.is_draining.swap(false, Ordering::Relaxed) {
+            self.start_slowly();
+        }
     }
 
-    /// Says whether it gets new requests now: it is ready, and nobody drains it.
+    /// Says whether it gets new requests now: it is ready, nobody drains it, and it has not failed too often in a row.
     #[must_use]
     pub fn takes_requests(&self) -> bool {
+        self.takes_requests_at(&mut Instant::now)
+    }
+
+    /// As [`Engine::takes_requests`]; the clock is read only if it matters.
+    pub(crate) fn takes_requests_at(&self, now: &mut impl FnMut() -> Instant) -> bool {
+        self.is_open() && self.vitals.admits(now)
+    }
+
+    /// Says whether it is ready and nobody drains it, whatever became of its last requests.
+    pub(crate) fn is_open(&self) -> bool {
         self.health() == Health::Ready && !self.is_draining()
+    }
+
+    /// Returns its share of the requests just now: its weight, or the part of it that a slow start has come to.
+    #[must_use]
+    pub fn effective_weight(&self, now: Instant) -> f64 {
+        self.weight() * self.vitals.share(now)
+    }
+
+    /// Returns whether failures in a row keep requests away from it.
+    #[must_use]
+    pub fn breaker(&self) -> BreakerState {
+        self.vitals.breaker(Instant::now())
+    }
+
+    /// Notes that it lives: it answered, or a stream of it delivers.
+    pub(crate) fn note_sign(&self) {
+        self.vitals.note_sign(Instant::now());
+    }
+
+    pub(crate) fn thresholds(&self) -> Thresholds {
+        self.limits.get()
+    }
+
+    /// Returns how long it has given no sign of life.
+    #[must_use]
+    pub fn silence(&self) -> Duration {
+        self.vitals.silence(Instant::now())
+    }
+
+    /// Notes what a call says about it.
+    pub(crate) fn note_verdict(&self, verdict: Verdict) {
+        if let Some(state) = self.vitals.judge(Instant::now(), verdict, &self.limits.get()) {
+            tracing::warn!(engine = self.name(), breaker = state.name(), "the engine's breaker changed");
+        }
+    }
+
+    fn start_slowly(&self) {
+        self.vitals.begin_ramp(Instant::now(), self.limits.get().slow_start);
     }
 
     /// Returns the way to call it.
     #[must_use]
     pub fn calls(&self) -> &Arc<dyn EngineCalls> {
         &self.calls
+    }
+
+    /// Returns how configuration writes where it is, and what it is.
+    #[must_use]
+    pub fn address(&self) -> &str {
+        &self.address
     }
 
     pub(crate) const fn recv_rank(&self) -> i64 {
@@ -250,6 +336,7 @@ impl Engine {
     #[must_use]
     pub fn health(&self) -> Health {
         match self.health.load(Ordering::Acquire) {
+            3 => Health::Suspect,
             2 => Health::Ready,
             1 => Health::NotReady,
             _ => Health::Down,
@@ -258,7 +345,11 @@ impl Engine {
 
     /// Changes whether it gets requests; returns true if that was news.
     pub(crate) fn set_health(&self, health: Health) -> bool {
-        self.health.swap(health as u8, Ordering::AcqRel) != health as u8
+        let before = self.health.swap(health as u8, Ordering::AcqRel);
+        if health == Health::Ready && before == Health::Down as u8 {
+            self.start_slowly();
+        }
+        before != health as u8
     }
 
     /// Notes that a connection to it failed: no more requests until it is seen again, which is tried at once.
@@ -452,6 +543,8 @@ impl Engine {
 pub(crate) struct InFlight {
     engine: Arc<Engine>,
     tokens: u64,
+    /// Tries whether an engine that failed works again.
+    is_probe: bool,
     /// The prompt's length, once its first token is there.
     decoding: Option<u32>,
 }
@@ -461,7 +554,8 @@ impl InFlight {
     pub(crate) fn new(engine: Arc<Engine>, tokens: u32) -> Self {
         engine.requests.fetch_add(1, Ordering::Relaxed);
         engine.queued_tokens.fetch_add(u64::from(tokens), Ordering::Relaxed);
-        Self { engine, tokens: tokens.into(), decoding: None }
+        let is_probe = engine.vitals.begin();
+        Self { engine, tokens: tokens.into(), is_probe, decoding: None }
     }
 
     pub(crate) fn engine(&self) -> &Arc<Engine> {
@@ -493,6 +587,9 @@ impl InFlight {
 
 impl Drop for InFlight {
     fn drop(&mut self) {
+        if self.is_probe {
+            self.engine.vitals.end_probe();
+        }
         self.engine.requests.fetch_sub(1, Ordering::Relaxed);
         self.engine.queued_tokens.fetch_sub(self.tokens, Ordering::Relaxed);
         if let Some(prompt) = self.decoding {

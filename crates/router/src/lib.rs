@@ -7,6 +7,8 @@
 //! - [`RouterService`] serves clients: it tokenises once, runs the program, tries again on other engines until the first token, and
 //!   answers in OpenAI's words ([`RouterService::http`]).
 //! - [`Cluster`] knows the engines, their health and load; [`Placement`] chooses among them.
+//! - [`Config`] is all that can change while serving, one document with a revision: engines, pattern, [`Rule`]s, [`Thresholds`]. Every
+//!   change goes through [`RouterService::configure`].
 //! - [`Outlook`] is what an engine takes and has to do at one moment, from which [`Prediction`]s come.
 //!
 //! # A seat is a guard
@@ -52,9 +54,13 @@
 #![forbid(unsafe_code)]
 
 mod abort;
+mod admission;
 mod attempts;
 mod client_headers;
 mod cluster;
+mod config;
+mod connect;
+mod control;
 mod ctx;
 mod engine;
 mod error;
@@ -72,15 +78,22 @@ mod programs;
 mod prompt;
 mod relay;
 mod request;
+mod retry_budget;
+mod rules;
 mod scripts;
 mod seat;
 mod service;
 mod stats;
 mod stream;
 mod tasks;
+mod thresholds;
+mod vitals;
 mod watch;
 
 pub use cluster::Cluster;
+pub use config::{Config, EngineEntry};
+pub use connect::{Connect, ConnectHttp};
+pub use control::Change;
 pub use ctx::Ctx;
 pub use engine::{Engine, EngineSpec, Health, Load, Role};
 pub use error::Error;
@@ -98,7 +111,11 @@ pub use programs::{
 };
 pub use prompt::PromptCodec;
 pub use request::Request;
+pub use retry_budget::RetryBudget;
+pub use rules::{HeaderRule, Rule, rules_from_json};
 pub use scripts::{BadScript, ProgramLoader, Script, ScriptCounts};
 pub use seat::{Prepared, Seat};
 pub use service::{RouterConfig, RouterService};
 pub use tasks::RouterTasks;
+pub use thresholds::Thresholds;
+pub use vitals::BreakerState;

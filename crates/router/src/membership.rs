@@ -6,7 +6,10 @@ use microserving_protocol::ApiError;
 use tracing::info;
 
 use crate::watch::watch;
-use crate::{Engine, EngineSpec, RouterService};
+use crate::{Change, Engine, EngineSpec, RouterService};
+
+/// Who makes a change that no operator asked for.
+const PROGRAM: &str = "program";
 
 impl RouterService {
     /// Takes in an engine and begins to watch it. It gets requests once it has been seen.
@@ -16,13 +19,13 @@ impl RouterService {
     pub fn add_engine(&self, spec: EngineSpec) -> Result<Arc<Engine>, ApiError> {
         check_weight(spec.weight)?;
         let name = spec.calls.name().to_owned();
-        let engine = self.shared.cluster.join(spec);
-        let engine = engine.ok_or_else(|| {
-            ApiError::conflict(format!("the engine {name} is in the cluster already")).with_param("url")
-        })?;
-        self.follow(&engine);
-        info!(engine = name, number = engine.number(), role = engine.role().name(), "engine joined");
-        Ok(engine)
+        self.recorded(&Change::new(PROGRAM, &format!("add engine {name}")), || {
+            let engine = self.shared.cluster.join(spec).ok_or_else(|| {
+                ApiError::conflict(format!("the engine {name} is in the cluster already")).with_param("url")
+            })?;
+            self.follow(&engine);
+            Ok(engine)
+        })
     }
 
     /// Gives an engine no new requests; those in flight end as they would.
@@ -30,10 +33,11 @@ impl RouterService {
     /// # Errors
     /// 404 if there is no such engine.
     pub fn drain_engine(&self, number: u32) -> Result<Arc<Engine>, ApiError> {
-        let engine = self.member(number)?;
-        engine.drain();
-        info!(engine = engine.name(), in_flight = engine.in_flight(), "engine drains");
-        Ok(engine)
+        self.recorded(&Change::new(PROGRAM, "drain engine"), || {
+            let engine = self.member(number)?;
+            engine.drain();
+            Ok(engine)
+        })
     }
 
     /// Gives a draining engine requests again.
@@ -41,10 +45,11 @@ impl RouterService {
     /// # Errors
     /// 404 if there is no such engine.
     pub fn undrain_engine(&self, number: u32) -> Result<Arc<Engine>, ApiError> {
-        let engine = self.member(number)?;
-        engine.undrain();
-        info!(engine = engine.name(), "engine takes requests again");
-        Ok(engine)
+        self.recorded(&Change::new(PROGRAM, "undrain engine"), || {
+            let engine = self.member(number)?;
+            engine.undrain();
+            Ok(engine)
+        })
     }
 
     /// Lets an engine go. `force` sends the requests that are on it elsewhere.
@@ -52,29 +57,40 @@ impl RouterService {
     /// # Errors
     /// 404 if there is no such engine, 409 if it has requests in flight and `force` is false; nothing changes then.
     pub fn remove_engine(&self, number: u32, force: bool) -> Result<Arc<Engine>, ApiError> {
-        let engine = self.member(number)?;
-        let was_draining = engine.is_draining();
-        // First no new ones, then the look at those there are.
-        engine.drain();
-        let in_flight = engine.in_flight();
-        if in_flight > 0 && !force {
-            if !was_draining {
-                engine.undrain();
+        self.recorded(&Change::new(PROGRAM, "remove engine"), || {
+            let engine = self.member(number)?;
+            let was_draining = engine.is_draining();
+            // First no new ones, then the look at those there are.
+            engine.drain();
+            let in_flight = engine.in_flight();
+            if in_flight > 0 && !force {
+                if !was_draining {
+                    engine.undrain();
+                }
+                return Err(self.busy(&engine, in_flight));
             }
-            let message = format!(
-                "the engine {} has {in_flight} request(s) in flight: drain it and wait, or give force=true",
-                engine.name()
-            );
-            return Err(ApiError::conflict(message).with_code("engine_busy"));
+            self.let_go(&engine, force);
+            Ok(engine)
+        })
+    }
+
+    /// Takes an engine out of the cluster, and ends what followed it.
+    pub(crate) fn let_go(&self, engine: &Engine, force: bool) {
+        if self.shared.cluster.leave(engine.number()) {
+            let in_flight = engine.in_flight();
+            engine.leave(force);
+            self.shared.placement.forget(engine.number());
+            self.shared.metrics.forget_engine(engine.name());
+            info!(engine = engine.name(), number = engine.number(), in_flight, "engine left");
         }
-        if !self.shared.cluster.leave(number) {
-            return Err(no_engine(number));
-        }
-        engine.leave(force);
-        self.shared.placement.forget(number);
-        self.shared.metrics.forget_engine(engine.name());
-        info!(engine = engine.name(), number, in_flight, "engine left");
-        Ok(engine)
+    }
+
+    pub(crate) fn busy(&self, engine: &Engine, in_flight: u32) -> ApiError {
+        let message = format!(
+            "the engine {} has {in_flight} request(s) in flight: drain it and wait, or give force=true",
+            engine.name()
+        );
+        ApiError::conflict(message).with_code("engine_busy")
     }
 
     /// Returns the engine of a number.
@@ -87,6 +103,7 @@ impl RouterService {
 
     /// Starts what goes on beside an engine for as long as it is in the cluster.
     pub(crate) fn follow(&self, engine: &Arc<Engine>) {
+        info!(engine = engine.name(), number = engine.number(), role = engine.role().name(), "engine joined");
         let stop = self.spawner.stop().clone();
         self.spawner.spawn(watch(engine.clone(), self.shared.clone(), stop));
     }

@@ -17,7 +17,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
-use crate::{Cluster, Health};
+use crate::{BreakerState, Cluster, Health};
 
 /// From a cache hit on a small model to a long prompt in a long queue.
 const FIRST_TOKEN_BUCKETS: [f64; 14] =
@@ -67,6 +67,11 @@ struct PredictionLabels {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ClassLabel {
+    class: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct EngineLabel {
     engine: String,
 }
@@ -107,6 +112,10 @@ pub struct Metrics {
     program_failures: Family<ProgramFailureLabels, Counter>,
     engine_ready: Family<EngineLabel, Gauge>,
     engine_in_flight: Family<EngineLabel, Gauge>,
+    engine_breaker: Family<EngineLabel, Gauge>,
+    turned_away: Family<ReasonLabel, Counter>,
+    waiting: Family<ClassLabel, Gauge>,
+    retries_refused: Counter,
     prediction_ratio: Family<PredictionLabels, Gauge<f64, AtomicU64>>,
 }
 
@@ -198,6 +207,26 @@ impl Metrics {
             "What phases took lately on an engine, over what its profile says",
             prediction_ratio.clone(),
         );
+        let turned_away = Family::default();
+        registry.register(
+            "turned_away",
+            "Requests answered 429: too many inside or in their queue, or too late a first token predicted",
+            turned_away.clone(),
+        );
+        let waiting = Family::default();
+        registry.register("requests_waiting", "Requests that wait to be served, by class", waiting.clone());
+        let retries_refused = Counter::default();
+        registry.register(
+            "retries_refused",
+            "Attempts that were not made again because the retry budget was spent",
+            retries_refused.clone(),
+        );
+        let engine_breaker = Family::default();
+        registry.register(
+            "engine_breaker_open",
+            "Whether failures in a row keep requests away from an engine",
+            engine_breaker.clone(),
+        );
         Self {
             patterns: RwLock::default(),
             succeeded_calls: RwLock::default(),
@@ -218,6 +247,10 @@ impl Metrics {
             program_failures,
             engine_ready,
             engine_in_flight,
+            engine_breaker,
+            turned_away,
+            waiting,
+            retries_refused,
             prediction_ratio,
         }
     }
@@ -306,11 +339,28 @@ impl Metrics {
         self.retries.get_or_create(&ReasonLabel { reason: reason.to_owned() }).inc();
     }
 
+    pub(crate) fn turned_away(&self, reason: &str) {
+        self.turned_away.get_or_create(&ReasonLabel { reason: reason.to_owned() }).inc();
+    }
+
+    pub(crate) fn retry_refused(&self) {
+        self.retries_refused.inc();
+    }
+
+    /// Notes how many wait in each class.
+    pub(crate) fn set_waiting(&self, waiting: impl Iterator<Item = (&'static str, usize)>) {
+        for (class, number) in waiting {
+            let label = ClassLabel { class: class.to_owned() };
+            self.waiting.get_or_create(&label).set(i64::try_from(number).unwrap_or(i64::MAX));
+        }
+    }
+
     /// Shows an engine that left no longer.
     pub(crate) fn forget_engine(&self, name: &str) {
         let label = EngineLabel { engine: name.to_owned() };
         self.engine_ready.remove(&label);
         self.engine_in_flight.remove(&label);
+        self.engine_breaker.remove(&label);
     }
 
     pub(crate) fn program_failure(&self, program: &str, reason: &str) {
@@ -326,6 +376,8 @@ impl Metrics {
             let ready = i64::from(engine.health() == Health::Ready);
             self.engine_ready.get_or_create(&label).set(ready);
             self.engine_in_flight.get_or_create(&label).set(engine.in_flight().into());
+            let open = i64::from(engine.breaker() != BreakerState::Closed);
+            self.engine_breaker.get_or_create(&label).set(open);
             let outlook = engine.outlook();
             for phase in Phase::ALL {
                 let labels = PredictionLabels { engine: engine.name().to_owned(), phase: phase.name() };
@@ -357,6 +409,13 @@ impl RequestRecord {
     pub(crate) fn new(metrics: Arc<Metrics>, pattern: &str) -> Self {
         metrics.in_flight.inc();
         Self { metrics, pattern: pattern.to_owned(), status: 499 }
+    }
+
+    /// Says which pattern it is, once that is decided.
+    pub(crate) fn set_pattern(&mut self, pattern: &str) {
+        if self.pattern != pattern {
+            pattern.clone_into(&mut self.pattern);
+        }
     }
 
     pub(crate) fn set_status(&mut self, status: u16) {

@@ -8,7 +8,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use serde_json::{Map, Value};
 
 use crate::programs::{AdaptiveFactory, BalancedFactory};
-use crate::{DataParallel, Fallback, Parameter, Parameters, PrefillDecode, Program};
+use crate::{DataParallel, Fallback, Parameter, Parameters, PrefillDecode, Program, Request, Rule};
 
 /// A pattern as configuration, headers and `PUT /admin/v1/pattern` name it: `prefill_decode`, `balanced:0.25`,
 /// `name:key=value,key=value`.
@@ -161,6 +161,14 @@ pub struct Patterns {
 struct State {
     factories: BTreeMap<String, Arc<dyn ProgramFactory>>,
     current: Arc<Chosen>,
+    rules: Arc<[Ruled]>,
+}
+
+/// A rule with what it chooses.
+#[derive(Debug)]
+struct Ruled {
+    rule: Rule,
+    chosen: Arc<Chosen>,
 }
 
 impl Patterns {
@@ -181,7 +189,7 @@ impl Patterns {
             factories.insert(factory.name().to_owned(), factory);
         }
         let current = choose(&factories, current)?;
-        Ok(Self { state: RwLock::new(State { factories, current }) })
+        Ok(Self { state: RwLock::new(State { factories, current, rules: Arc::new([]) }) })
     }
 
     /// Returns the names that requests may use.
@@ -213,6 +221,39 @@ impl Patterns {
         })
     }
 
+    pub(crate) fn has_rules(&self) -> bool {
+        self.read(|state| !state.rules.is_empty())
+    }
+
+    /// Returns the rules, in their order, each with every parameter of its pattern.
+    #[must_use]
+    pub fn rules(&self) -> Vec<Rule> {
+        self.read(|state| state.rules.iter().map(|ruled| ruled.rule.clone()).collect())
+    }
+
+    /// Changes the pattern in use and the rules before it, for requests that come from now on.
+    ///
+    /// # Errors
+    /// If one of the patterns does not exist, with the number of the rule that names it; nothing changes then.
+    pub fn set_all(&self, pattern: &Pattern, rules: &[Rule]) -> Result<(), (Option<usize>, BadPattern)> {
+        let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
+        let current = choose(&state.factories, pattern).map_err(|error| (None, error))?;
+        let rules = make_rules(&state.factories, rules)?;
+        (state.current, state.rules) = (current, rules);
+        Ok(())
+    }
+
+    /// Says whether [`Patterns::set_all`] would do it. Changes nothing.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn check_all(&self, pattern: &Pattern, rules: &[Rule]) -> Result<(), (Option<usize>, BadPattern)> {
+        self.read(|state| {
+            choose(&state.factories, pattern).map_err(|error| (None, error))?;
+            make_rules(&state.factories, rules).map(drop)
+        })
+    }
+
     /// Checks a pattern; returns it with every parameter. Changes nothing.
     ///
     /// # Errors
@@ -225,7 +266,7 @@ impl Patterns {
     /// programs, also where the name is in use.
     ///
     /// # Errors
-    /// If the pattern in use is of that name and cannot be made any more; nothing changes then.
+    /// If the pattern in use or a rule is of that name and cannot be made any more; nothing changes then.
     pub fn register(
         &self,
         factory: Arc<dyn ProgramFactory>,
@@ -241,7 +282,7 @@ impl Patterns {
     /// Takes away whoever makes the programs of a name.
     ///
     /// # Errors
-    /// If there is none, or it is in use; nothing changes then.
+    /// If there is none, or it or a rule's pattern is in use; nothing changes then.
     pub fn unregister(&self, name: &str) -> Result<Arc<dyn ProgramFactory>, BadPattern> {
         self.change(|state| {
             let Some(factory) = state.factories.remove(name) else {
@@ -249,6 +290,9 @@ impl Patterns {
             };
             if state.current.pattern.name == name {
                 return Err(BadPattern::parameter(name, "", "is in use"));
+            }
+            if let Some(at) = state.rules.iter().position(|ruled| ruled.rule.pattern.name == name) {
+                return Err(BadPattern::parameter(name, "", format!("is in use by rule {at}")));
             }
             Ok(factory)
         })
@@ -272,6 +316,15 @@ impl Patterns {
         })
     }
 
+    /// Returns the program for a request that names none: that of the first rule it fits, with the rule's number, else the one in use.
+    pub(crate) fn for_request(&self, request: &Request) -> (Option<usize>, Arc<Chosen>) {
+        let (rules, current) = self.read(|state| (state.rules.clone(), state.current.clone()));
+        match rules.iter().position(|ruled| ruled.rule.fits(request)) {
+            Some(at) => (Some(at), rules[at].chosen.clone()),
+            None => (None, current),
+        }
+    }
+
     fn read<T>(&self, f: impl FnOnce(&State) -> T) -> T {
         f(&self.state.read().unwrap_or_else(PoisonError::into_inner))
     }
@@ -290,8 +343,21 @@ impl State {
     /// Makes anew what was made by factories that may have changed.
     fn rebuild(&mut self) -> Result<(), BadPattern> {
         self.current = choose(&self.factories, &self.current.pattern)?;
+        let rules: Vec<Rule> = self.rules.iter().map(|ruled| ruled.rule.clone()).collect();
+        self.rules = make_rules(&self.factories, &rules).map_err(|(_, error)| error)?;
         Ok(())
     }
+}
+
+fn make_rules(
+    factories: &BTreeMap<String, Arc<dyn ProgramFactory>>,
+    rules: &[Rule],
+) -> Result<Arc<[Ruled]>, (Option<usize>, BadPattern)> {
+    let make = |(at, rule): (usize, &Rule)| {
+        let chosen = choose(factories, &rule.pattern).map_err(|error| (Some(at), error))?;
+        Ok(Ruled { rule: Rule { pattern: chosen.pattern.clone(), ..rule.clone() }, chosen })
+    };
+    rules.iter().enumerate().map(make).collect()
 }
 
 /// A name or parameter that text and JSON could not carry would be one that nobody can use.

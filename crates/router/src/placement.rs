@@ -114,11 +114,39 @@ impl Placement {
             return None;
         }
         // Starting each search one further makes equals take turns.
-        let turn = match job {
+        let start = self.turn(job).fetch_add(1, Ordering::Relaxed);
+        self.choose_from(start, candidates, end, held)
+    }
+
+    /// Returns what [`Placement::choose`] would choose; nobody's turn is over by that.
+    pub(crate) fn peek(
+        &self,
+        job: Job,
+        candidates: &[Arc<Engine>],
+        request: &Request,
+        end: u32,
+    ) -> Option<Choice> {
+        if candidates.is_empty() {
+            return None;
+        }
+        let held = self.held(candidates, request, end);
+        self.choose_from(self.turn(job).load(Ordering::Relaxed), candidates, end, |i| held[i])
+    }
+
+    const fn turn(&self, job: Job) -> &AtomicUsize {
+        match job {
             Job::Decode => &self.decode_turn,
             Job::Prefill => &self.prefill_turn,
-        };
-        let start = turn.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn choose_from(
+        &self,
+        start: usize,
+        candidates: &[Arc<Engine>],
+        end: u32,
+        held: impl Fn(usize) -> (u32, Option<Instant>),
+    ) -> Option<Choice> {
         let turns = (0..candidates.len()).map(|i| (start + i) % candidates.len());
         let chosen = match self.policy {
             PlacementPolicy::RoundRobin => start % candidates.len(),

@@ -14,6 +14,7 @@ use crate::ctx::Trouble;
 use crate::engine::InFlight;
 use crate::predict::{PrefillTimer, StreamTimer};
 use crate::stream::Generating;
+use crate::vitals::Verdict;
 use crate::{Ctx, Engine, Error, Request, TokenStream};
 
 /// A request's place on one engine: counts as load there, and gives up what it began when it is dropped.
@@ -192,9 +193,17 @@ impl Seat {
     ) -> Result<T, Error> {
         self.ctx.shared.metrics.call(call, answer.as_ref().err());
         let source = match answer {
-            Ok(answer) => return Ok(answer),
+            Ok(answer) => {
+                // The head of a stream says little; its first chunk says more.
+                if call != "start_generate" {
+                    self.engine().note_sign();
+                    self.engine().note_verdict(Verdict::Good);
+                }
+                return Ok(answer);
+            }
             Err(source) => source,
         };
+        self.engine().note_verdict(verdict(&source));
         debug!(call, error = %source, "call failed");
         if source.means_down() {
             self.engine().note_failure();
@@ -242,6 +251,14 @@ impl Seat {
 
     pub(crate) fn note_failed(&self) {
         self.ctx.troubles.note(self.engine(), Trouble::Failed);
+    }
+}
+
+/// Returns what a failure says about the engine. What it refuses is the caller's doing; 429 and 503 are a matter of room.
+const fn verdict(error: &ClientError) -> Verdict {
+    match error {
+        ClientError::Refused { error, .. } if error.status < 500 || error.status == 503 => Verdict::Neutral,
+        _ => Verdict::Bad,
     }
 }
 

@@ -8,8 +8,11 @@ use microserving_client::{CallContext, EngineKind};
 use microserving_cost::Profile;
 use microserving_protocol::{ApiError, ModelCard};
 use tokio::sync::Semaphore;
+use tokio::time::Instant;
 
 use crate::abort::{AbortQueue, send_aborts};
+use crate::admission::Admission;
+use crate::control::Control;
 use crate::ctx::Shared;
 use crate::pattern::Fixed;
 use crate::predict::Traffic;
@@ -17,8 +20,9 @@ use crate::prompt::Codecs;
 use crate::scripts::Scripts;
 use crate::tasks::Spawner;
 use crate::{
-    BadPattern, Cluster, EngineSpec, Error, Metrics, Pattern, Patterns, Placement, PlacementPolicy, Program,
-    ProgramFactory, ProgramLoader, PromptCodec, Randomness, RouterTasks,
+    BadPattern, Cluster, Config, Connect, ConnectHttp, EngineSpec, Error, Metrics, Pattern, Patterns,
+    Placement, PlacementPolicy, Program, ProgramFactory, ProgramLoader, PromptCodec, Randomness, RetryBudget,
+    RouterTasks, Rule, Thresholds,
 };
 
 /// How a router works.
@@ -36,12 +40,22 @@ pub struct RouterConfig {
     pub loader: Option<Arc<dyn ProgramLoader>>,
     /// Scripts to begin with: names and texts.
     pub scripts: Vec<(String, String)>,
+    /// The rules that choose a pattern before that one.
+    pub rules: Vec<Rule>,
+    /// When engines are trusted, and requests turned away.
+    pub thresholds: Thresholds,
+    /// How engines are called that join by their address.
+    pub connector: Arc<dyn Connect>,
+    /// What operators must bring as a bearer token; none lets everybody in who reaches their routes.
+    pub admin_token: Option<String>,
     /// How engines are chosen.
     pub placement: PlacementPolicy,
     /// How long a request may take, all calls together.
     pub request_timeout: Duration,
-    /// Requests served at once; more are answered 429.
+    /// Requests served at once; more wait.
     pub max_in_flight: usize,
+    /// Requests that may wait in each class of priority; more are answered 429.
+    pub max_queued: usize,
     /// The tokenizer of all models; without one, each model's own is fetched from an engine.
     pub codec: Option<Arc<dyn PromptCodec>>,
     /// What engines take that do not tell; without it a neutral guess is corrected by what they are seen to take.
@@ -63,9 +77,14 @@ impl RouterConfig {
             factories: Vec::new(),
             loader: None,
             scripts: Vec::new(),
+            rules: Vec::new(),
+            thresholds: Thresholds::default(),
+            connector: Arc::new(ConnectHttp),
+            admin_token: None,
             placement: PlacementPolicy::default(),
             request_timeout: Duration::from_secs(600),
             max_in_flight: 4096,
+            max_queued: 1024,
             codec: None,
             profile: None,
             randomness: Randomness::system(),
@@ -82,10 +101,15 @@ pub struct RouterService {
     pub(crate) scripts: Scripts,
     pub(crate) codecs: Codecs,
     pub(crate) randomness: Randomness,
-    pub(crate) slots: Arc<Semaphore>,
+    /// Requests that may be inside, running or waiting.
+    pub(crate) inside: Arc<Semaphore>,
+    pub(crate) admission: Arc<Admission>,
     pub(crate) request_timeout: Duration,
     pub(crate) spawner: Spawner,
     pub(crate) relay: bool,
+    pub(crate) connector: Arc<dyn Connect>,
+    pub(crate) admin_token: Option<String>,
+    pub(crate) control: Control,
     draining: AtomicBool,
 }
 
@@ -93,7 +117,7 @@ impl RouterService {
     /// Makes a router and starts its tasks; must be called on a tokio runtime.
     ///
     /// # Errors
-    /// If the configured pattern does not exist, or a script is broken.
+    /// If the configured pattern, or that of a rule, does not exist, or a script is broken.
     pub fn start(config: RouterConfig) -> Result<(Arc<Self>, RouterTasks), BadPattern> {
         let fixed = config.programs.into_iter().map(|program| Arc::new(Fixed(program)) as Arc<_>);
         // Scripts build on the other patterns, and the one in use may be a script.
@@ -105,7 +129,7 @@ impl RouterService {
                 .put(&patterns, name, source)
                 .map_err(|error| BadPattern::new(format!("script {name}: {}", error.message)))?;
         }
-        patterns.set(&config.pattern)?;
+        patterns.set_all(&config.pattern, &config.rules).map_err(|(_, error)| error)?;
         let metrics = Arc::new(Metrics::new());
         let (aborts, queue) = AbortQueue::new(metrics.clone());
         let shared = Shared {
@@ -113,21 +137,29 @@ impl RouterService {
             placement: Arc::new(Placement::new(config.placement)),
             metrics,
             traffic: Arc::new(Traffic::new(config.profile)),
+            retry_budget: Arc::new(RetryBudget::new(Instant::now())),
             aborts,
         };
         let mut tasks = RouterTasks::new();
         let spawner = tasks.spawner();
         tasks.send_aborts(send_aborts(queue, spawner.stop().clone()));
+        shared.cluster.set_thresholds(config.thresholds);
+        let admission = Arc::new(Admission::new(config.max_in_flight, config.max_queued));
+        let start = Config::of(&shared.cluster, &patterns);
         let service = Self {
             shared,
             patterns,
             scripts,
             codecs: Codecs::new(config.codec),
             randomness: config.randomness,
-            slots: Arc::new(Semaphore::new(config.max_in_flight.min(Semaphore::MAX_PERMITS))),
+            inside: Arc::new(Semaphore::new(admission.most_inside().min(Semaphore::MAX_PERMITS))),
+            admission,
             request_timeout: config.request_timeout,
             spawner,
             relay: config.relay,
+            connector: config.connector,
+            admin_token: config.admin_token,
+            control: Control::new(start),
             draining: AtomicBool::new(false),
         };
         for engine in service.cluster().engines().iter() {

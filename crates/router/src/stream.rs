@@ -9,6 +9,7 @@ use microserving_protocol::{CompletionResponse, FinishReason};
 use tokio_util::sync::WaitForCancellationFutureOwned;
 
 use crate::predict::StreamTimer;
+use crate::vitals::Verdict;
 use crate::{Error, Seat};
 
 /// The chunks of an engine. Holds the seat until the answer is complete.
@@ -35,8 +36,10 @@ impl Generating {
             seat.note_preempted();
             return Err(Error::Preempted { engine: seat.engine().name().to_owned() });
         }
+        seat.engine().note_sign();
         if !self.begun {
             self.begun = true;
+            seat.engine().note_verdict(Verdict::Good);
             seat.note_first_token(self.timer.prompt());
         }
         self.timer.chunk(seat.engine());

@@ -1,4 +1,10 @@
-//! Watching engines: a look every quarter of a second, and at once after a call failed.
+//! Watching engines: a look at every heartbeat, and at once after a call failed.
+//!
+//! ```text
+//!  answers ─▶ ready ──(no sign of life for `suspect`)──▶ suspect ──(for `dead`)──▶ down, and what runs there runs elsewhere
+//!               │                                         │ answers, or a stream delivers
+//!               └── refused or reset ─▶ down at once      └─▶ ready
+//! ```
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,12 +19,8 @@ use crate::attempts::describe;
 use crate::ctx::Shared;
 use crate::placement::Placement;
 use crate::predict::Traffic;
-use crate::{Engine, Health, ProfileSource};
+use crate::{Engine, Health, ProfileSource, Thresholds};
 
-/// Between two looks at an engine.
-const INTERVAL: Duration = Duration::from_millis(250);
-/// An engine that says nothing for so long gets no requests.
-const PATIENCE: Duration = Duration::from_secs(1);
 /// Between two reports of its load.
 const REPORTS: Duration = Duration::from_millis(500);
 
@@ -26,7 +28,8 @@ const REPORTS: Duration = Duration::from_millis(500);
 pub(crate) async fn watch(engine: Arc<Engine>, shared: Shared, stop: CancellationToken) {
     let mut last_report: Option<Instant> = None;
     loop {
-        let look = look(&engine, &shared, &mut last_report);
+        let thresholds = engine.thresholds();
+        let look = look(&engine, &thresholds, &shared, &mut last_report);
         tokio::select! {
             () = stop.cancelled() => return,
             () = engine.left().cancelled() => return,
@@ -36,19 +39,42 @@ pub(crate) async fn watch(engine: Arc<Engine>, shared: Shared, stop: Cancellatio
             () = stop.cancelled() => return,
             () = engine.left().cancelled() => return,
             () = engine.look.notified() => {}
-            () = sleep(INTERVAL) => {}
+            () = sleep(thresholds.heartbeat) => {}
         }
     }
 }
 
-async fn look(engine: &Engine, shared: &Shared, last_report: &mut Option<Instant>) {
-    let cx = CallContext::within(PATIENCE);
-    let health = match engine.calls().ready(&cx).await {
+/// Returns how long a look may take: until the engine's silence would mean something new.
+fn patience(silence: Duration, thresholds: &Thresholds) -> Duration {
+    let left = |bound: Duration| bound.checked_sub(silence).filter(|left| !left.is_zero());
+    left(thresholds.suspect).or_else(|| left(thresholds.dead)).unwrap_or(thresholds.suspect)
+}
+
+/// Returns what an engine is that did not answer.
+fn judge_silence(before: Health, silence: Duration, thresholds: &Thresholds) -> Health {
+    match before {
+        _ if silence >= thresholds.dead => Health::Down,
+        Health::Ready | Health::Suspect if silence >= thresholds.suspect => Health::Suspect,
+        // A stream of it delivered since.
+        Health::Suspect => Health::Ready,
+        before => before,
+    }
+}
+
+async fn look(engine: &Engine, thresholds: &Thresholds, shared: &Shared, last_report: &mut Option<Instant>) {
+    let cx = CallContext::within(patience(engine.silence(), thresholds));
+    let answer = engine.calls().ready(&cx).await;
+    let answered = matches!(answer, Ok(()) | Err(ClientError::Refused { .. }));
+    if answered {
+        engine.note_sign();
+    }
+    let health = match answer {
         Ok(()) => Health::Ready,
-        Err(ClientError::Refused { .. } | ClientError::Timeout { .. }) => Health::NotReady,
+        Err(ClientError::Refused { .. }) => Health::NotReady,
+        Err(ClientError::Timeout { .. }) => judge_silence(engine.health(), engine.silence(), thresholds),
         Err(_) => Health::Down,
     };
-    if health == Health::Ready {
+    if answered && health == Health::Ready {
         let due = last_report.is_none_or(|at| at.elapsed() >= REPORTS);
         if (due || engine.health() != Health::Ready) && report(engine, &shared.placement, &cx).await {
             *last_report = Some(Instant::now());
@@ -78,8 +104,13 @@ async fn look(engine: &Engine, shared: &Shared, last_report: &mut Option<Instant
         match health {
             Health::Ready => info!(engine = engine.name(), role = engine.role().name(), "engine is ready"),
             Health::NotReady => warn!(engine = engine.name(), "engine is not ready"),
+            Health::Suspect => warn!(engine = engine.name(), "engine gives no sign of life"),
             Health::Down => warn!(engine = engine.name(), "engine is down"),
         }
+    }
+    if health == Health::Down && engine.in_flight() > 0 && engine.silence() >= thresholds.dead {
+        warn!(engine = engine.name(), in_flight = engine.in_flight(), "engine is given up");
+        engine.give_up();
     }
 }
 

@@ -5,16 +5,22 @@ mod fake;
 #[path = "router/servers.rs"]
 mod servers;
 
+#[path = "router/admission.rs"]
+mod admission;
 #[path = "router/answers.rs"]
 mod answers;
 #[path = "router/cancel.rs"]
 mod cancel;
+#[path = "router/control.rs"]
+mod control;
 #[path = "router/failures.rs"]
 mod failures;
 #[path = "router/foreign.rs"]
 mod foreign;
 #[path = "router/headers.rs"]
 mod headers;
+#[path = "router/health.rs"]
+mod health;
 #[path = "router/membership.rs"]
 mod membership;
 #[path = "router/patterns.rs"]

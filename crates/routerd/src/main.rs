@@ -4,6 +4,9 @@
 
 #![forbid(unsafe_code)]
 
+mod admin;
+mod connect;
+mod live;
 mod options;
 mod run;
 

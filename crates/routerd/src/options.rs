@@ -4,9 +4,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Parser;
-use microserving_daemon::{Daemon, DaemonOptions, positive_seconds};
+use microserving_daemon::{Daemon, DaemonOptions, positive_seconds, seconds};
 use microserving_grpc::WirePolicy;
-use microserving_router::{Pattern, PlacementPolicy};
+use microserving_router::{Pattern, PlacementPolicy, Rule, rules_from_json};
 
 /// Serves OpenAI's API over MicroServing engines, each request by a pattern of calls that can change while serving.
 #[derive(Clone, Debug, Parser)]
@@ -80,6 +80,10 @@ pub(crate) struct Options {
           help_heading = "Routing", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) script_runs: u32,
 
+    /// Rules that choose a pattern by what a request is, the first that fits: JSON as in `PUT /admin/v1/rules`.
+    #[arg(long, env = "MICROSERVING_RULES", value_name = "JSON", help_heading = "Routing", value_parser = rules)]
+    pub(crate) rules: Option<Rules>,
+
     /// How engines are chosen: prefix (nearest first token, by load and by cached prefix), least-loaded or round-robin.
     #[arg(
         long,
@@ -95,7 +99,7 @@ pub(crate) struct Options {
           help_heading = "Routing", value_parser = positive_seconds)]
     pub(crate) request_timeout_seconds: Duration,
 
-    /// Requests served at once; more are answered 429.
+    /// Requests served at once; more wait.
     #[arg(long, env = "MICROSERVING_MAX_IN_FLIGHT", value_name = "N", default_value = "4096",
           help_heading = "Routing", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_in_flight: u32,
@@ -105,10 +109,89 @@ pub(crate) struct Options {
           help_heading = "Routing")]
     pub(crate) relay: bool,
 
+    /// Requests that may wait in each class of priority (above, at and below 0); more are answered 429.
+    #[arg(
+        long,
+        env = "MICROSERVING_MAX_QUEUED",
+        value_name = "N",
+        default_value = "1024",
+        help_heading = "Routing"
+    )]
+    pub(crate) max_queued: u32,
+
+    /// Seconds to the first token that a request may be predicted to take; beyond it is answered 429. By default there is no bound.
+    #[arg(long, env = "MICROSERVING_MAX_TTFT_SECONDS", value_name = "SECONDS", help_heading = "Routing",
+          value_parser = positive_seconds)]
+    pub(crate) max_ttft_seconds: Option<Duration>,
+
     /// Tokenizer to use for every model: a model directory, a GGUF file, a tokenizer.json or a saved bundle. By default each
     /// model's own is fetched from an engine.
     #[arg(long, env = "MICROSERVING_TOKENIZER", value_name = "PATH", help_heading = "Routing")]
     pub(crate) tokenizer: Option<PathBuf>,
+
+    /// Seconds between two looks at an engine.
+    #[arg(long, env = "MICROSERVING_HEARTBEAT_SECONDS", value_name = "SECONDS", default_value = "0.25",
+          help_heading = "Health", value_parser = positive_seconds)]
+    pub(crate) heartbeat_seconds: Duration,
+
+    /// Seconds without a sign of life after which an engine gets no new requests.
+    #[arg(long, env = "MICROSERVING_SUSPECT_SECONDS", value_name = "SECONDS", default_value = "1",
+          help_heading = "Health", value_parser = positive_seconds)]
+    pub(crate) suspect_seconds: Duration,
+
+    /// Seconds without a sign of life after which an engine is given up: what runs there runs elsewhere.
+    #[arg(long, env = "MICROSERVING_DEAD_SECONDS", value_name = "SECONDS", default_value = "3",
+          help_heading = "Health", value_parser = positive_seconds)]
+    pub(crate) dead_seconds: Duration,
+
+    /// Seconds in which the share of an engine that is new or came back rises to its weight; 0 is at once.
+    #[arg(long, env = "MICROSERVING_SLOW_START_SECONDS", value_name = "SECONDS", default_value = "10",
+          help_heading = "Health", value_parser = seconds)]
+    pub(crate) slow_start_seconds: Duration,
+
+    /// Failures in a row after which an engine gets no new requests for a while; 0 is never.
+    #[arg(
+        long,
+        env = "MICROSERVING_BREAKER_FAILURES",
+        value_name = "N",
+        default_value = "5",
+        help_heading = "Health"
+    )]
+    pub(crate) breaker_failures: u32,
+
+    /// Seconds after which one request may try such an engine again.
+    #[arg(long, env = "MICROSERVING_BREAKER_COOLDOWN_SECONDS", value_name = "SECONDS", default_value = "5",
+          help_heading = "Health", value_parser = positive_seconds)]
+    pub(crate) breaker_cooldown_seconds: Duration,
+
+    /// Address of the admin API. By default it is on the main address if that is a loopback one, and nowhere if not.
+    #[arg(
+        long,
+        env = "MICROSERVING_ADMIN_LISTEN",
+        value_name = "HOST:PORT",
+        help_heading = "Administration"
+    )]
+    pub(crate) admin_listen: Option<String>,
+
+    /// Bearer token of the admin API: 8 characters or more. Must be given where --admin-listen is not a loopback address.
+    #[arg(
+        long,
+        env = "MICROSERVING_ADMIN_TOKEN",
+        value_name = "TOKEN",
+        hide_env_values = true,
+        help_heading = "Administration"
+    )]
+    pub(crate) admin_token: Option<String>,
+
+    /// File that holds the admin token; keeps it out of the process list.
+    #[arg(
+        long,
+        env = "MICROSERVING_ADMIN_TOKEN_FILE",
+        value_name = "PATH",
+        conflicts_with = "admin_token",
+        help_heading = "Administration"
+    )]
+    pub(crate) admin_token_file: Option<PathBuf>,
 
     /// Address to serve on; port 0 takes a free one.
     #[arg(
@@ -122,6 +205,14 @@ pub(crate) struct Options {
 
     #[command(flatten)]
     pub(crate) daemon: DaemonOptions,
+}
+
+/// Rules as one option's value.
+#[derive(Clone, Debug)]
+pub(crate) struct Rules(pub(crate) Vec<Rule>);
+
+fn rules(text: &str) -> Result<Rules, String> {
+    rules_from_json(text).map(Rules).map_err(|error| error.message)
 }
 
 impl Daemon for Options {

@@ -4,15 +4,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use microserving_client::{BadUrl, EngineAddress, EngineCalls, EngineKind};
-use microserving_daemon::{Health, HttpServer, Refused, Shutdown};
-use microserving_grpc::{AnyWireClient, WirePolicy};
-use microserving_router::{EngineSpec, PromptCodec, Role, RouterConfig, RouterService};
+use microserving_daemon::{DaemonOptions, Hangups, Health, HttpServer, Refused, Shortcut, Shutdown};
+use microserving_router::{PromptCodec, RouterConfig, RouterService};
 use microserving_script::{Limits, ScriptLoader};
 use microserving_text::TextBundle;
 use tokio::task::spawn_blocking;
 use tracing::{info, warn};
 
+use crate::admin::{self, Door};
+use crate::connect::ByWire;
+use crate::live::{self, Reloader};
 use crate::options::Options;
 
 /// Between two lines of the log that say what is waited for.
@@ -22,13 +23,23 @@ const WATCH: Duration = Duration::from_millis(250);
 
 /// Runs the daemon until it is told to stop.
 pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
-    let engines = engines(&options)?;
-    let mut config = RouterConfig::new(engines);
+    let mut hangups = Hangups::catch()?;
+    let token = admin::token(&options)?;
+    let door = admin::door(&options, token.is_some()).await?;
+    let connector = ByWire(options.wire);
+    let specs = live::engines(&options)?.iter().map(|entry| entry.spec(&connector)).collect::<Result<_, _>>();
+    let mut config = RouterConfig::new(specs.map_err(|error| Refused(error.message))?);
+    config.connector = Arc::new(connector);
+    config.admin_token = token;
+    config.rules = options.rules.clone().map(|rules| rules.0).unwrap_or_default();
+    config.thresholds = live::thresholds(&options);
+    config.thresholds.check().map_err(|error| Refused(error.message))?;
     config.pattern = options.pattern.clone();
     config.placement = options.placement;
     config.request_timeout = options.request_timeout_seconds;
     config.max_in_flight = options.max_in_flight as usize;
     config.relay = options.relay;
+    config.max_queued = options.max_queued as usize;
     config.codec = codec(&options).await?;
     config.scripts = scripts(&options)?;
     let limits = Limits { concurrent_runs: options.script_runs as usize, ..Limits::default() };
@@ -39,20 +50,56 @@ pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
     let health = Health::new();
     let server = HttpServer::bind(&options.listen, &options.daemon, health.clone(), shutdown.clone()).await?;
     let doors = service.clone();
-    server.install_with(service.http(), Box::new(move |request, max| doors.shortcut(request, max)));
+    let shortcut: Box<Shortcut> = Box::new(move |request, max| doors.shortcut(request, max));
+    let admin_server = match &door {
+        Door::Main => {
+            server.install_with(service.http(), shortcut);
+            None
+        }
+        Door::Nowhere => {
+            server.install_with(service.client_http(), shortcut);
+            warn!(
+                "the admin API is off: {} can be reached from elsewhere; give --admin-listen",
+                options.listen
+            );
+            None
+        }
+        Door::Own(address) => {
+            server.install_with(service.client_http(), shortcut);
+            // There is one port file, and it names the main address.
+            let own = DaemonOptions { port_file: None, ..options.daemon.clone() };
+            let own = HttpServer::bind(address, &own, health.clone(), shutdown.clone()).await?;
+            own.install(service.admin_http());
+            info!(address = %own.address(), "the admin API has an address of its own");
+            Some(own)
+        }
+    };
     info!(address = %server.address(), num_engines, pattern = %service.patterns().current(), "routing");
 
     tokio::select! {
         () = keep_health(&service, options.min_engines as usize, &health) => {}
+        () = reload(&service, &mut hangups) => {}
         () = shutdown.begun() => {}
     }
     health.draining();
     service.drain();
     server.finished().await;
+    if let Some(server) = admin_server {
+        server.finished().await;
+    }
     // Streams that the drain cut off have put their aborts into the queue by now.
     tasks.stop().await;
     info!("stopped");
     Ok(())
+}
+
+/// Reads the options again whenever a SIGHUP asks for it. Never returns.
+async fn reload(service: &RouterService, hangups: &mut Hangups) {
+    let mut reloader = Reloader::new();
+    loop {
+        hangups.next().await;
+        reloader.reload(service);
+    }
 }
 
 /// Says that the router is ready while there are engines, and else what it waits for. Never returns.
@@ -81,47 +128,6 @@ async fn wait_ready(service: &RouterService, min_engines: usize, health: &Health
         }
         info!(min_engines, reason, "still waiting for engines");
         health.waiting(format!("waiting for {min_engines} engine(s): {reason}"));
-    }
-}
-
-fn engines(options: &Options) -> Result<Vec<EngineSpec>> {
-    let roles =
-        [(&options.engine, Role::Any), (&options.prefill, Role::Prefill), (&options.decode, Role::Decode)];
-    let mut specs: Vec<EngineSpec> = Vec::new();
-    for (urls, role) in roles {
-        for url in urls {
-            let address: EngineAddress = url.parse().map_err(|error: BadUrl| Refused(error.to_string()))?;
-            if role == Role::Prefill && !address.kind.moves_kv() {
-                let message =
-                    format!("the engine {url} cannot prefill for others: it is of the kind {}", address.kind);
-                return Err(Refused(message).into());
-            }
-            let calls = connect(&address, options.wire).map_err(|error| Refused(error.to_string()))?;
-            let spec = EngineSpec { recv_rank: address.recv_rank, ..EngineSpec::new(calls, role) };
-            if specs.iter().any(|known| known.calls.name() == spec.calls.name()) {
-                return Err(Refused(format!("the engine {url} is given twice")).into());
-            }
-            specs.push(spec);
-        }
-    }
-    if specs.is_empty() {
-        return Err(Refused("no engines: give --engine, or --prefill and --decode".into()).into());
-    }
-    if specs.iter().all(|spec| spec.role == Role::Prefill) {
-        return Err(Refused("no engine may decode: give --decode or --engine beside --prefill".into()).into());
-    }
-    if (options.min_engines as usize) > specs.len() {
-        let message = format!("min_engines is {}, only {} are given", options.min_engines, specs.len());
-        return Err(Refused(message).into());
-    }
-    Ok(specs)
-}
-
-/// Makes the client of an engine; one of ours takes the wire that it offers.
-fn connect(address: &EngineAddress, wire: WirePolicy) -> Result<Arc<dyn EngineCalls>, BadUrl> {
-    match address.kind {
-        EngineKind::Microserving => Ok(Arc::new(AnyWireClient::new(&address.url, wire)?)),
-        EngineKind::Mlc | EngineKind::OpenAi => address.connect(),
     }
 }
 

@@ -146,6 +146,7 @@ impl EngineHandle {
         match self.engine.health() {
             Health::Ready => "ready",
             Health::NotReady => "not_ready",
+            Health::Suspect => "suspect",
             Health::Down => "down",
         }
     }

@@ -12,13 +12,13 @@ use microserving_client::CallContext;
 use microserving_protocol::{
     ApiError, ChatStream, CompletionRequest, CompletionResponse, SSE_DONE, SeqId, chat_response, sse_event,
 };
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 use tracing::{info, warn};
 
 use super::answer::Answer;
 use super::headers;
 use super::respond::Failure;
+use crate::admission::Place;
 use crate::attempts::{self, Opened, describe, in_time};
 use crate::metrics::RequestRecord;
 use crate::pattern::Chosen;
@@ -55,7 +55,7 @@ pub(crate) async fn deliver(
     request: Request,
     delivery: Delivery,
     mut record: RequestRecord,
-    slot: OwnedSemaphorePermit,
+    place: Place,
 ) -> Response {
     let mut pattern = delivery.answer.pattern.clone();
     let call = delivery.answer.call.clone();
@@ -64,12 +64,12 @@ pub(crate) async fn deliver(
         match attempts::open(&service.shared, &*delivery.program, &request, &call).await {
             Ok(opened) => {
                 pattern = opened.stats.pattern().unwrap_or(pattern);
-                Ok(Events::begin(service, request, delivery, opened, record, slot).into_response())
+                Ok(Events::begin(service, request, delivery, opened, record, place).into_response())
             }
             Err(error) => Err((error, record)),
         }
     } else {
-        match whole(service, &request, delivery).await {
+        match whole(service, &request, delivery, &place).await {
             Ok((response, instead)) => {
                 pattern = instead.unwrap_or(pattern);
                 record.set_status(200);
@@ -94,12 +94,16 @@ async fn whole(
     service: &RouterService,
     request: &Request,
     delivery: Delivery,
+    place: &Place,
 ) -> Result<(Response, Option<String>), Error> {
     let Delivery { mut answer, program, chat, .. } = delivery;
     let metrics = &service.shared.metrics;
     let call = answer.call.clone();
-    let (whole, stats) =
-        attempts::collect(&service.shared, &*program, request, &call, || answer.note_chunk(metrics)).await?;
+    let (whole, stats) = attempts::collect(&service.shared, &*program, request, &call, || {
+        answer.note_chunk(metrics);
+        place.note_token();
+    })
+    .await?;
     let whole = answer.whole(request.seq_id(), whole, &stats, metrics);
     let response =
         if chat { Json(chat_response(whole)).into_response() } else { Json(whole).into_response() };
@@ -129,7 +133,7 @@ struct Events {
     /// Gone after the last event.
     rest: Option<TokenStream>,
     record: RequestRecord,
-    _slot: OwnedSemaphorePermit,
+    place: Place,
 }
 
 impl Events {
@@ -139,7 +143,7 @@ impl Events {
         delivery: Delivery,
         opened: Opened,
         record: RequestRecord,
-        slot: OwnedSemaphorePermit,
+        place: Place,
     ) -> Self {
         Self {
             service: service.clone(),
@@ -150,7 +154,7 @@ impl Events {
             first: Some(opened.first),
             rest: Some(opened.rest),
             record,
-            _slot: slot,
+            place,
         }
     }
 
@@ -177,6 +181,7 @@ impl Events {
             match chunk {
                 Ok(Some(chunk)) => {
                     self.answer.note_chunk(&self.service.shared.metrics);
+                    self.place.note_token();
                     if let Some(bytes) = self.frame(chunk) {
                         return Some(bytes);
                     }

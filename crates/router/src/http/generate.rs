@@ -65,11 +65,13 @@ struct Arrival {
     call: CallContext,
     headers: ClientHeaders,
     chosen: Arc<Chosen>,
+    /// Whether the client chose it.
+    is_asked_for: bool,
     record: RequestRecord,
 }
 
 /// What a client asks for, as it wrote it.
-enum Asked {
+pub(super) enum Asked {
     Completion(CompletionRequest),
     Chat(ChatCompletionRequest),
 }
@@ -84,17 +86,26 @@ impl Asked {
     }
 
     fn from_json(body: &[u8], door: Door) -> Result<(Self, Option<Duration>), ApiError> {
-        let mut fields = Fields::parse(body)?;
+        Self::at_door(&mut Fields::parse(body)?, door)
+    }
+
+    /// Reads a completion, or a chat if there are messages.
+    pub(super) fn from_fields(fields: &mut Fields) -> Result<(Self, Option<Duration>), ApiError> {
+        let door = if fields.has("messages") { Door::Chats } else { Door::Completions };
+        Self::at_door(fields, door)
+    }
+
+    fn at_door(fields: &mut Fields, door: Door) -> Result<(Self, Option<Duration>), ApiError> {
         let asked = match door {
-            Door::Completions => Self::Completion(CompletionRequest::from_fields(&mut fields)?),
-            Door::Chats => Self::Chat(ChatCompletionRequest::from_fields(&mut fields)?),
+            Door::Completions => Self::Completion(CompletionRequest::from_fields(fields)?),
+            Door::Chats => Self::Chat(ChatCompletionRequest::from_fields(fields)?),
         };
-        Ok((asked, CallOptions::timeout_from_fields(&mut fields)?))
+        Ok((asked, CallOptions::timeout_from_fields(fields)?))
     }
 }
 
 /// A request that was read and turned into tokens.
-struct Read {
+pub(super) struct Read {
     /// Names its model, whether the client did or not: engines of another one must not get it.
     completion: CompletionRequest,
     model: ModelCard,
@@ -109,32 +120,39 @@ impl Arrival {
     fn new(service: &RouterService, id: String, headers: HeaderMap) -> Result<Self, Failure> {
         let at = Instant::now();
         let asked = headers::pattern(&headers)?;
+        let is_asked_for = asked.is_some();
         let chosen = service
             .patterns
             .choose(asked.as_ref())
             .map_err(|error| ApiError::bad_request(headers::PATTERN.as_str(), error.to_string()))?;
         let record = RequestRecord::new(service.shared.metrics.clone(), chosen.program.name());
-        let call = CallContext {
-            request_id: Some(id),
-            traceparent: headers::traceparent(&headers),
-            deadline: Some(at + service.request_timeout),
-            wants_stats: headers::wants_stats(&headers),
-        };
-        Ok(Self { at, call, headers: ClientHeaders::keep(headers)?, chosen, record })
+        let call = call_context(service, id, &headers);
+        Ok(Self { at, call, headers: ClientHeaders::keep(headers)?, chosen, is_asked_for, record })
     }
 
     /// Serves the request, and counts it, whatever becomes of it.
     async fn serve(self, service: &Arc<RouterService>, body: Bytes, door: Door) -> Result<Response, Failure> {
-        let Self { at, mut call, headers, chosen, mut record } = self;
-        let slot = match admit(service) {
-            Ok(slot) => slot,
+        let Self { at, mut call, headers, mut chosen, is_asked_for, mut record } = self;
+        let mut inside = match enter(service) {
+            Ok(inside) => inside,
             Err(error) => {
                 record.set_status(error.status);
                 return Err(Failure(error));
             }
         };
-        if let Some(begun) = relay::begin(service, &call, &chosen, &body, door).await {
-            return Ok(begun.into_response(service, at, call, &chosen, record, slot));
+        // What is passed on as it is has no tokens to look at: rules, queues and predictions want those.
+        if (is_asked_for || !service.patterns.has_rules())
+            && service.cluster().thresholds().max_ttft.is_none()
+        {
+            match service.try_admit(inside, headers.tenant()) {
+                Ok(place) => {
+                    if let Some(begun) = relay::begin(service, &call, &chosen, &body, door).await {
+                        return Ok(begun.into_response(service, at, call, &chosen, record, place));
+                    }
+                    inside = place.into_inside();
+                }
+                Err(given_back) => inside = given_back,
+            }
         }
         let ready = async {
             let (asked, timeout) = Asked::read(body, door).await?;
@@ -144,13 +162,18 @@ impl Arrival {
             }
             let read = in_time(&call, read(service, &call, asked)).await?;
             let request = request(service, &read)?.with_kept(headers);
-            Ok::<_, Error>((read, request))
+            let place = in_time(&call, async { Ok(service.admit(inside, &request).await?) }).await?;
+            Ok::<_, Error>((place, read, request))
         };
         match ready.await {
-            Ok((Read { completion, model, text, .. }, request)) => {
+            Ok((place, Read { completion, model, text, .. }, request)) => {
+                if !is_asked_for {
+                    chosen = service.patterns.for_request(&request).1;
+                    record.set_pattern(chosen.program.name());
+                }
                 let chat = door == Door::Chats;
                 let delivery = Delivery::new(at, call, &chosen, model.id, &completion, text, chat);
-                Ok(deliver::deliver(service, request, delivery, record, slot).await)
+                Ok(deliver::deliver(service, request, delivery, record, place).await)
             }
             Err(error) => {
                 let error = error.to_api_error();
@@ -161,19 +184,26 @@ impl Arrival {
     }
 }
 
-/// Takes one of the places that requests in flight have.
-fn admit(service: &RouterService) -> Result<OwnedSemaphorePermit, ApiError> {
+/// Lets a request in, to be read.
+fn enter(service: &RouterService) -> Result<OwnedSemaphorePermit, ApiError> {
     if service.is_draining() {
         let error = ApiError::unavailable("the router is draining", Duration::from_secs(1));
         return Err(error.with_code("draining"));
     }
-    service.slots.clone().try_acquire_owned().map_err(|_| {
-        let reason = "the router serves as many requests at once as it may";
-        ApiError::too_many_requests(reason, Duration::from_secs(1))
-    })
+    service.let_in()
 }
 
-async fn read(service: &RouterService, call: &CallContext, asked: Asked) -> Result<Read, Error> {
+/// Returns what all calls of a request share.
+pub(super) fn call_context(service: &RouterService, id: String, headers: &HeaderMap) -> CallContext {
+    CallContext {
+        request_id: Some(id),
+        traceparent: headers::traceparent(headers),
+        deadline: Some(Instant::now() + service.request_timeout),
+        wants_stats: headers::wants_stats(headers),
+    }
+}
+
+pub(super) async fn read(service: &RouterService, call: &CallContext, asked: Asked) -> Result<Read, Error> {
     match asked {
         Asked::Completion(completion) => {
             let model = service.model(completion.model.as_deref())?;
@@ -207,7 +237,7 @@ async fn read(service: &RouterService, call: &CallContext, asked: Asked) -> Resu
 }
 
 /// Checks every bound that can be checked without an engine.
-fn request(service: &RouterService, read: &Read) -> Result<Request, Error> {
+pub(super) fn request(service: &RouterService, read: &Read) -> Result<Request, Error> {
     let params = read.completion.generation(service.randomness.draw())?;
     let num_tokens = read.tokens.len();
     if num_tokens == 0 && read.written.is_none() {

@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use axum::Router;
 use axum::extract::Request;
-use axum::middleware::{Next, from_fn};
+use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::Response;
 use axum::routing::{MethodRouter, get, post};
 use microserving_protocol::ApiError;
@@ -27,18 +27,56 @@ use crate::RouterService;
 use respond::Failure;
 
 impl RouterService {
-    /// Returns the routes: OpenAI's, `/tokenize` and `/detokenize`, health, metrics and administration; `/openapi.json` lists them.
-    /// Bodies are limited by axum's `DefaultBodyLimit`, which whoever serves this may set.
+    /// Returns the routes of clients and operators: OpenAI's, `/tokenize` and `/detokenize`, health, metrics and administration;
+    /// `/openapi.json` lists them. Bodies are limited by axum's `DefaultBodyLimit`, which whoever serves this may set.
     pub fn http(self: &Arc<Self>) -> Router {
-        let mut router = Router::new().route("/openapi.json", get(openapi::document));
-        for route in routes() {
-            router = router.route(route.path, route.handler);
+        self.serve(Doors { clients: true, operators: true })
+    }
+
+    /// Returns the routes of clients alone: for addresses that strangers reach.
+    pub fn client_http(self: &Arc<Self>) -> Router {
+        self.serve(Doors { clients: true, operators: false })
+    }
+
+    /// Returns the routes of operators alone: for an address of their own.
+    pub fn admin_http(self: &Arc<Self>) -> Router {
+        self.serve(Doors { clients: false, operators: true })
+    }
+
+    fn serve(self: &Arc<Self>, doors: Doors) -> Router {
+        let mut router =
+            Router::new().route("/openapi.json", get(move || async move { openapi::document(doors) }));
+        if doors.clients {
+            for route in routes() {
+                router = router.route(route.path, route.handler);
+            }
+        }
+        if doors.operators {
+            for route in admin::routes() {
+                let guard = from_fn_with_state(self.clone(), admin::guard);
+                router = router.route(route.path, route.handler.layer(guard));
+            }
         }
         router
             .fallback(|| async { Failure(ApiError::not_found("no such path")) })
             .method_not_allowed_fallback(|| async { Failure(ApiError::new(405, "method not allowed")) })
             .layer(from_fn(name_request))
             .with_state(self.clone())
+    }
+}
+
+/// Whose routes are served.
+#[derive(Clone, Copy, Debug)]
+struct Doors {
+    clients: bool,
+    operators: bool,
+}
+
+impl Doors {
+    fn routes(self) -> impl Iterator<Item = Route> {
+        let clients = self.clients.then(routes);
+        let operators = self.operators.then(admin::routes);
+        clients.into_iter().chain(operators).flatten()
     }
 }
 
@@ -50,7 +88,7 @@ struct Route {
     operations: &'static [(&'static str, &'static str)],
 }
 
-/// The one list of what there is: served, and described.
+/// The one list of what clients reach: served, and described.
 fn routes() -> Vec<Route> {
     let route = |path, handler, operations| Route { path, handler, operations };
     vec![
@@ -64,35 +102,6 @@ fn routes() -> Vec<Route> {
         route("/health/ready", get(info::ready), &[("get", "May it get work")]),
         route("/health/live", get(info::live), &[("get", "Should this process go on living")]),
         route("/metrics", get(info::metrics), &[("get", "Metrics in OpenMetrics text")]),
-        route(
-            "/admin/v1/pattern",
-            get(admin::pattern).put(admin::set_pattern),
-            &[
-                ("get", "The pattern in use"),
-                ("put", "Change the pattern for requests that come from now on"),
-            ],
-        ),
-        route("/admin/v1/engines", get(admin::engines), &[("get", "The engines as the router sees them")]),
-        route("/admin/v1/scripts", get(scripts::list), &[("get", "The scripts there are")]),
-        route(
-            "/admin/v1/scripts/{name}",
-            get(scripts::get).put(scripts::put).delete(scripts::remove),
-            &[
-                ("get", "A script: its text, its revision, how it has done"),
-                ("put", "Load a script, or with dry_run=true only try it"),
-                ("delete", "Take a script away"),
-            ],
-        ),
-        route(
-            "/admin/v1/scripts/{name}/rollback",
-            post(scripts::roll_back),
-            &[("post", "Put the revision before back into use")],
-        ),
-        route(
-            "/admin/v1/scripts/{name}/dry_run",
-            post(scripts::dry_run),
-            &[("post", "Run a script over a recorded trace, without an engine")],
-        ),
     ]
 }
 

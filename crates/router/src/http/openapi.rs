@@ -3,12 +3,13 @@
 use axum::Json;
 use serde_json::{Map, Value, json};
 
-use super::{headers, routes};
+use super::{Doors, headers};
+use crate::client_headers;
 
 /// Returns the description of all routes. Bodies are OpenAI's, so their fields are described where OpenAI describes them.
-pub(crate) async fn document() -> Json<Value> {
+pub(super) fn document(doors: Doors) -> Json<Value> {
     let mut paths = Map::new();
-    for route in routes() {
+    for route in doors.routes() {
         let path = route.path.replace("{*", "{");
         let operations: Map<String, Value> = route
             .operations
@@ -43,9 +44,24 @@ fn operation(method: &str, path: &str, summary: &str) -> Value {
     for name in path.split('{').skip(1).filter_map(|rest| rest.split_once('}')).map(|(name, _)| name) {
         parameters.push(json!({"name": name, "in": "path", "required": true, "schema": {"type": "string"}}));
     }
+    let is_change = path.starts_with("/admin/") && method != "get" && !path.ends_with("/explain");
+    if is_change && !path.contains("/scripts") {
+        for (name, about) in [
+            ("dry_run", "true checks the change and makes nothing"),
+            ("force", "true sends requests on an engine that leaves elsewhere"),
+        ] {
+            let schema = json!({"type": "boolean"});
+            parameters.push(json!({"name": name, "in": "query", "description": about, "schema": schema}));
+        }
+        parameters.push(json!({
+            "name": "if-match", "in": "header", "schema": {"type": "string"},
+            "description": "the ETag of the revision that the change is for; at another one it is refused with 412",
+        }));
+    }
     if path.ends_with("completions") {
         for (name, about) in [
             (headers::PATTERN, "the pattern that serves this request, such as balanced:0.25"),
+            (client_headers::TENANT, "whose request it is, for rules and fairness"),
             (headers::STATS, "1 adds an object `microserving` beside the usage"),
         ] {
             let schema = json!({"type": "string"});
@@ -66,6 +82,7 @@ fn operation(method: &str, path: &str, summary: &str) -> Value {
     });
     let (kind, schema) = match (method, path.ends_with("/scripts/{name}")) {
         ("get" | "delete", _) => return operation,
+        _ if path.ends_with("drain") => return operation,
         (_, true) => ("text/plain", "string"),
         (_, false) => ("application/json", "object"),
     };

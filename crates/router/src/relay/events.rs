@@ -4,11 +4,11 @@ use std::convert::Infallible;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
+use crate::admission::Place;
 use bytes::Bytes;
 use futures::Stream;
 use microserving_client::{CallContext, ClientError, RelayStream, relayed_fault};
 use microserving_protocol::{RelayPart, RelayUsage, TokenId, sse_event};
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, Sleep, sleep_until};
 use tokio_util::sync::WaitForCancellationFutureOwned;
 use tracing::{info, warn};
@@ -29,7 +29,7 @@ pub(crate) struct Events {
     failed: bool,
     call: CallContext,
     record: RequestRecord,
-    _slot: OwnedSemaphorePermit,
+    _slot: Place,
     arrival: Instant,
     first: Option<Instant>,
     /// The request's deadline, and the engine's being given up; made when something is waited for.
@@ -72,7 +72,7 @@ impl Events {
         arrival: Instant,
         call: CallContext,
         record: RequestRecord,
-        slot: OwnedSemaphorePermit,
+        slot: Place,
         single: bool,
     ) -> Self {
         Self {

@@ -15,6 +15,7 @@ mod events;
 mod sketch;
 mod texts;
 
+use crate::admission::Place;
 use axum::body::Body;
 use axum::http::{HeaderValue, header};
 use axum::response::Response;
@@ -22,7 +23,6 @@ use bytes::Bytes;
 use futures::StreamExt as _;
 use microserving_client::{CallContext, ClientError, Door, RelayStream, Relayed, relayed_fault};
 use microserving_protocol::{Attempt, PromptTokensDetails, RelayPart, RelayUsage, ServingStats, Usage};
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 use tracing::debug;
 
@@ -163,7 +163,7 @@ impl Begun {
         call: CallContext,
         chosen: &Chosen,
         mut record: RequestRecord,
-        slot: OwnedSemaphorePermit,
+        slot: Place,
     ) -> Response {
         let Self { seat, sent, answer, single } = self;
         let metrics = &service.shared.metrics;

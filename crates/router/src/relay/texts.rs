@@ -119,7 +119,7 @@ mod tests {
 
     fn engine(number: u32) -> Arc<Engine> {
         let calls = HttpEngineClient::new("http://127.0.0.1:1").expect("an address");
-        Arc::new(Engine::new(number, EngineSpec::new(Arc::new(calls), Role::Any)))
+        Arc::new(Engine::new(number, EngineSpec::new(Arc::new(calls), Role::Any), Arc::default()))
     }
 
     fn chain(text: &[u8]) -> TextChain {

@@ -254,7 +254,10 @@ async fn an_engine_that_refuses_connections_gets_nothing_until_it_is_seen_again(
 async fn too_many_requests_are_shed() {
     let d = Fake::new("d");
     d.on_generate(Act::HangAfter(1));
-    let world = World::with(&[(&d, Role::Any)], "data_parallel", |config| config.max_in_flight = 1).await;
+    let world = World::with(&[(&d, Role::Any)], "data_parallel", |config| {
+        (config.max_in_flight, config.max_queued) = (1, 0);
+    })
+    .await;
     let request = axum::http::Request::post("/v1/completions").body(axum::body::Body::from(body(true)));
     let first =
         tower::ServiceExt::oneshot(world.app(), request.expect("a request")).await.expect("infallible");

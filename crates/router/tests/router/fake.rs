@@ -45,6 +45,8 @@ pub(crate) enum Act {
     PreemptAfter(usize),
     /// Ends the stream early, without a finish reason.
     EndAfter(usize),
+    /// Streams with so long a pause before each chunk.
+    Slow(Duration),
 }
 
 /// One call as it arrived.
@@ -62,6 +64,8 @@ struct Inner {
     generate: VecDeque<Act>,
     seen: Vec<Seen>,
     ready: bool,
+    /// Does not answer whether it is ready.
+    silent: bool,
     matched: u32,
     prefill_cached: u32,
     incarnation: u64,
@@ -103,6 +107,10 @@ impl Fake {
 
     pub(crate) fn set_ready(&self, ready: bool) {
         self.with(|inner| inner.ready = ready);
+    }
+
+    pub(crate) fn set_silent(&self, silent: bool) {
+        self.with(|inner| inner.silent = silent);
     }
 
     pub(crate) fn set_matched(&self, tokens: u32) {
@@ -198,6 +206,13 @@ impl Fake {
                 hang = true;
             }
             _ => {}
+        }
+        if let Act::Slow(pause) = *act {
+            let paced = futures::stream::iter(items).then(move |item| async move {
+                tokio::time::sleep(pause).await;
+                item
+            });
+            return Box::pin(paced);
         }
         let items = futures::stream::iter(items);
         if hang { Box::pin(items.chain(futures::stream::pending())) } else { Box::pin(items) }
@@ -306,7 +321,10 @@ impl EngineCalls for Fake {
         })
     }
 
-    async fn ready(&self, _: &CallContext) -> Result<(), ClientError> {
+    async fn ready(&self, cx: &CallContext) -> Result<(), ClientError> {
+        if self.with(|inner| inner.silent) {
+            self.act(cx, Some(Act::Hang)).await?;
+        }
         if self.with(|inner| inner.ready) {
             return Ok(());
         }
