@@ -143,3 +143,39 @@ impl Work {
         Self { matched: 0, sent: end, computed_on_p: end, computed_on_d: num_tokens - end }
     }
 }
+
+/// Returns every pattern that a router knows, each with the parameters that tests use, as the body of `PUT /admin/v1/pattern`.
+///
+/// # Errors
+/// If the router does not answer, or one of the crate's own patterns is missing.
+pub fn programs(router: &str) -> Result<Vec<Value>> {
+    let current: Value = http::get(&format!("{router}/admin/v1/pattern"))?.json()?;
+    let available = current["available"].as_array().context("no list of patterns")?;
+    let known = [
+        json!({"name": "data_parallel"}),
+        json!({"name": "prefill_decode"}),
+        json!({"name": "balanced", "ratio": 0.1}),
+        json!({"name": "balanced", "ratio": 0.5}),
+        json!({"name": "adaptive"}),
+        json!({"name": "adaptive", "roles": "free"}),
+    ];
+    for own in &known {
+        if !available.contains(&own["name"]) {
+            bail!("the router has no pattern {}: {available:?}", own["name"]);
+        }
+    }
+    let others = available.iter().filter(|name| known.iter().all(|own| own["name"] != **name));
+    let others: Vec<Value> = others.map(|name| json!({"name": name})).collect();
+    Ok(known.into_iter().chain(others).collect())
+}
+
+/// Returns a pattern as the header `x-microserving-pattern` names it.
+#[must_use]
+pub fn program_name(pattern: &Value) -> String {
+    let name = pattern["name"].as_str().unwrap_or_default();
+    match pattern.as_object().into_iter().flatten().find(|(key, _)| *key != "name") {
+        Some((_, Value::String(value))) => format!("{name}:{value}"),
+        Some((_, value)) => format!("{name}:{value}"),
+        None => name.to_owned(),
+    }
+}

@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 #![allow(clippy::disallowed_types, reason = "real processes are measured; there is no clock to pause")]
 
+mod answers;
 mod bad_input;
 mod control;
 mod equality;
@@ -13,6 +14,8 @@ mod python_clients;
 mod relay;
 mod scripts;
 mod simulation;
+mod switch;
+mod two_routers;
 mod wires;
 
 /// A file that is not listed above would silently not run.

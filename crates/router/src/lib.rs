@@ -56,6 +56,7 @@
 mod abort;
 mod admission;
 mod attempts;
+mod caution;
 mod client_headers;
 mod cluster;
 mod config;

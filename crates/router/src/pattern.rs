@@ -210,6 +210,11 @@ impl Patterns {
         self.read(|state| state.current.pattern.clone())
     }
 
+    /// Says whether the pattern in use moves KV where it can.
+    pub(crate) fn moves_kv(&self) -> bool {
+        self.read(|state| state.current.program.moves_kv())
+    }
+
     /// Changes the pattern in use, for requests that come from now on; returns the one before.
     ///
     /// # Errors

@@ -165,6 +165,7 @@ impl RouterService {
         for engine in service.cluster().engines().iter() {
             service.follow(engine);
         }
+        service.warn_of_caution();
         Ok((Arc::new(service), tasks))
     }
 

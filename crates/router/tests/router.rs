@@ -21,6 +21,8 @@ mod foreign;
 mod headers;
 #[path = "router/health.rs"]
 mod health;
+#[path = "router/lines.rs"]
+mod lines;
 #[path = "router/membership.rs"]
 mod membership;
 #[path = "router/patterns.rs"]

@@ -5,6 +5,7 @@ mod load;
 mod micro;
 mod router;
 mod row;
+mod switch;
 mod transfer;
 
 use std::path::PathBuf;
@@ -26,6 +27,9 @@ pub(crate) struct Args {
     /// For `router`: measure the routers that a user would pick instead beside it, installed from PyPI into the target folder.
     #[arg(long)]
     peers: bool,
+    /// Seconds that `switch` changes patterns, and as long again without.
+    #[arg(long, default_value = "15")]
+    seconds: u64,
     /// Append the rows to docs/benchmarks instead of target/benchmarks.
     #[arg(long)]
     keep: bool,
@@ -37,6 +41,8 @@ enum What {
     Engine,
     /// A hop through the router: added latency, requests a second, CPU a request, over stub engines.
     Router,
+    /// Changing the pattern under load: time to the first request under the new one, and TPOT meanwhile.
+    Switch,
     /// KV bytes between two processes, against memcpy in the same run.
     Transfer,
     /// radix and kvcache, by criterion.
@@ -45,7 +51,7 @@ enum What {
 
 /// Measures what was asked for.
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let all = [What::Engine, What::Router, What::Transfer, What::Micro];
+    let all = [What::Engine, What::Router, What::Switch, What::Transfer, What::Micro];
     let chosen = if args.what.is_empty() { all.to_vec() } else { args.what.clone() };
     let mut rows = row::Rows::new(args.keep)?;
     for what in chosen {
@@ -58,6 +64,10 @@ pub(crate) fn run(args: &Args) -> Result<()> {
                 engine::run(&release(&["microserving-engined", "microserving-routerd"])?, &model, &mut rows)?;
             }
             What::Router => router::run(&mut rows, args.peers)?,
+            What::Switch => {
+                let binaries = release(&["microserving-engined", "microserving-routerd"])?;
+                switch::run(&binaries, &mut rows, args.seconds)?;
+            }
             What::Transfer => transfer::run(&mut rows)?,
             What::Micro => micro::run(&mut rows)?,
         }

@@ -164,6 +164,16 @@ async fn openai_servers_get_what_the_client_wrote() {
         World::over(vec![openai(&server, "#model=llama")], 1, "prefill_decode", |config| config.codec = None)
             .await;
     assert_eq!(world.get("/v1/models").await.json()["data"][0]["id"], "llama");
+    let pattern = world.get("/admin/v1/pattern").await.json();
+    assert!(
+        pattern["caution"].as_str().is_some_and(|caution| caution.contains("no engine moves KV")),
+        "{pattern}"
+    );
+    let changed = world.call("PUT", "/admin/v1/pattern", &[], r#"{"name":"data_parallel"}"#).await.json();
+    assert_eq!(changed["caution"], json!(null), "nothing to be cautious of");
+    let back = json!({"name": "prefill_decode", "caution": pattern["caution"]}).to_string();
+    let changed = world.call("PUT", "/admin/v1/pattern", &[], &back).await;
+    assert_eq!(changed.status, 200, "{}", changed.body);
     let answer = world
         .complete(r#"{"prompt":"hello","model":"llama","max_tokens":2,"temperature":0.5,"echo":true}"#)
         .await;

@@ -28,11 +28,13 @@ pub(super) async fn set_pattern(
     write.expect_revision_of(&mut fields)?;
     // What came with the GET may come back.
     fields.take("available");
+    fields.take("caution");
     let pattern = read_pattern(fields)?;
     let revision = service.configure(&write.change(format!("set pattern {pattern}")), |config| {
         config.pattern = pattern;
         Ok(())
     })?;
+    service.warn_of_caution();
     Ok(answer(StatusCode::OK, revision, show_pattern(&service)))
 }
 
@@ -76,6 +78,9 @@ pub(super) async fn set_rules(
 fn show_pattern(service: &RouterService) -> Value {
     let mut shown = service.patterns.current().to_json();
     shown["available"] = service.patterns.names().into();
+    if let Some(caution) = service.caution() {
+        shown["caution"] = caution.into();
+    }
     shown
 }
 
