@@ -1,15 +1,80 @@
-//! Two routers over the same engines know nothing of each other, and the load does not pile up.
+//! Two routers over the same engines know nothing of each other: engines arbitrate, and the load does not pile up.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use microserving_harness::{Cluster, ClusterOptions, Daemon, binary_dir};
+use microserving_harness::{Cluster, ClusterOptions, Daemon, binary_dir, http};
 use microserving_tests::{Case, prompt};
+use serde_json::{Value, json};
 
 /// Clients at once, of each router.
 const CLIENTS: u32 = 16;
 const ROUNDS: u32 = 4;
+
+/// A call with a key, as a router sends it.
+fn call(key: &str, seed: u32, max_tokens: u32, more: &Value) -> Value {
+    let mut body = json!({"prompt": prompt(100, seed), "max_tokens": max_tokens, "temperature": 0, "seq_id": key, "ignore_eos": true,
+        "stream_options": {"include_usage": true}, "return_token_ids": true});
+    for (name, value) in more.as_object().into_iter().flatten() {
+        body[name] = value.clone();
+    }
+    body
+}
+
+fn ids(event: &Value) -> Vec<u64> {
+    event["choices"][0]["token_ids"].as_array().into_iter().flatten().filter_map(Value::as_u64).collect()
+}
+
+/// Two routers that happen to use one key for two requests: the first one has its stream, undisturbed, the other one is told.
+#[test]
+fn one_key_is_one_stream_and_the_other_is_a_conflict() -> Result<()> {
+    let mut cluster =
+        Cluster::start(&ClusterOptions::toy(1).engine_args(["--num-pages", "2048", "--toy-step-ms", "10"]))?;
+    let engine = cluster.engines()[0].url();
+    let start = format!("{engine}/microserving/start_generate");
+    let body = call("shared", 1, 200, &json!({"begin": 0, "stream": true}));
+    let alone = call("alone", 1, 200, &json!({"begin": 0, "stream": true, "cache_salt": "alone"}));
+    let mut wanted = Vec::new();
+    let mut stream = http::post_stream(&start, &[], &alone)?;
+    while let Some(event) = stream.next_event()? {
+        wanted.extend(ids(&event));
+    }
+    ensure!(wanted.len() == 200, "{} tokens", wanted.len());
+
+    let mut stream = http::post_stream(&start, &[], &body)?;
+    let mut tokens = ids(&stream.next_event()?.context("a first event")?);
+    let others = [
+        ("start_generate", call("shared", 2, 8, &json!({"begin": 0}))),
+        ("start_generate", call("shared", 1, 9, &json!({"begin": 0}))),
+    ];
+    for (name, other) in others {
+        let answer = http::post(&format!("{engine}/microserving/{name}"), &[], &other)?;
+        ensure!(answer.status == 409, "{name}: {} {}", answer.status, answer.body);
+    }
+    while let Some(event) = stream.next_event()? {
+        ensure!(event.get("error").is_none(), "{event}");
+        tokens.extend(ids(&event));
+    }
+    ensure!(tokens == wanted, "{tokens:?} is not {wanted:?}");
+
+    // A reservation of one router is not another one's.
+    let prepared = http::post(
+        &format!("{engine}/microserving/prep_recv"),
+        &[],
+        &call("kept", 3, 8, &json!({"end": 50})),
+    )?;
+    ensure!(prepared.status == 200, "{}", prepared.body);
+    let other = http::post(
+        &format!("{engine}/microserving/prep_recv"),
+        &[],
+        &call("kept", 4, 8, &json!({"end": 50})),
+    )?;
+    ensure!(other.status == 409, "{} {}", other.status, other.body);
+    let aborted = http::post(&format!("{engine}/microserving/abort"), &[], &json!({"seq_id": "kept"}))?;
+    ensure!(aborted.status == 200, "{}", aborted.body);
+    cluster.wait_idle(Duration::from_secs(10))
+}
 
 /// Sends rounds of requests, all clients at once, and returns how many each engine decoded.
 fn load(router: &str, name: u32, pattern: &str, wanted: &[Vec<u32>]) -> Result<BTreeMap<String, u32>> {
