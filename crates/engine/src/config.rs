@@ -15,6 +15,9 @@ pub struct EngineConfig {
     pub num_pages: u32,
     /// Tokens computed in a step at most; each decode is one, the rest goes to prefill chunks.
     pub max_batch_tokens: u32,
+    /// How long a step should take at most: prefill chunks are cut to fit, by what steps before took ([`crate::Engine::note_step`]).
+    /// `None` is as long as it likes.
+    pub max_step: Option<Duration>,
     /// Sequences prefilled or decoded at a time.
     pub max_running: u32,
     /// Sequences that may wait for their first step; more are refused. As many may be received, and as many be sent.
@@ -55,6 +58,7 @@ impl EngineConfig {
             engine_id: engine_id.into(),
             num_pages,
             max_batch_tokens: 512,
+            max_step: None,
             max_running: 64,
             max_waiting: 1024,
             max_wait: Duration::from_secs(120),
@@ -84,6 +88,7 @@ impl EngineConfig {
         bound("engine_id", !self.engine_id.as_str().is_empty(), "must not be empty")?;
         bound("num_pages", self.num_pages > 0, "must be at least 1")?;
         bound("max_batch_tokens", self.max_batch_tokens > 0, "must be at least 1")?;
+        bound("max_step", self.max_step != Some(Duration::ZERO), "must be longer than 0")?;
         bound("max_running", self.max_running > 0, "must be at least 1")?;
         bound("max_waiting", self.max_waiting > 0, "must be at least 1")?;
         bound("max_choices", (1..=1024).contains(&self.max_choices), "must be in [1, 1024]")?;

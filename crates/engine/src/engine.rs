@@ -13,6 +13,8 @@ use crate::calls::Calls;
 use crate::gatekeeper::Gatekeeper;
 use crate::kv_events::EventHistory;
 use crate::mutants::Rules;
+use crate::pace::Pace;
+use crate::planner::MIN_PREFILL;
 use crate::request::Request;
 use crate::reservations::Quarantined;
 use crate::sequence::{Mint, RequestId, Sequence, Slot};
@@ -87,6 +89,7 @@ pub struct Engine {
     /// Pages that wait for their release by the transport; their sequences are gone.
     pub(crate) quarantined: BTreeMap<Generation, Quarantined>,
     pub(crate) mint: Mint,
+    pub(crate) pace: Pace,
     next_slot: u64,
     next_request: u64,
     pub(crate) now: Duration,
@@ -151,6 +154,7 @@ impl Engine {
             receiving: BTreeMap::new(),
             quarantined: BTreeMap::new(),
             mint: Mint::new(entropy.mint_seed),
+            pace: Pace::new(config.max_step, MIN_PREFILL),
             next_slot: 0,
             next_request: 0,
             now: Duration::ZERO,
@@ -229,6 +233,11 @@ impl Engine {
             next_kv_event: self.history.next(),
             incarnation: self.info.incarnation,
         }
+    }
+
+    /// Takes how long the last step took that computed something, for [`EngineConfig::max_step`]. A driver without a clock may leave it.
+    pub fn note_step(&mut self, time: Duration) {
+        self.pace.took(time);
     }
 
     /// Says whether nothing lives: no sequence, no transfer that still reads our pages.

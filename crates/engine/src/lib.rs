@@ -85,6 +85,7 @@ mod handle;
 mod kv_events;
 mod lease;
 mod mutants;
+mod pace;
 mod planner;
 mod request;
 mod reservations;

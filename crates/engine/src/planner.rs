@@ -24,8 +24,8 @@ use crate::mutants::Mutant;
 use crate::sequence::{Event, Pages, Sequence, Slot, State, Work};
 use crate::{Engine, EngineError};
 
-/// Prefill tokens of a step, however many decodes there are.
-const MIN_PREFILL: u32 = 16;
+/// Prefill tokens of a step, however many decodes there are and however slow the device is.
+pub(crate) const MIN_PREFILL: u32 = 16;
 /// Tokens that running sequences are expected to still yield, for which room is kept when another is admitted.
 const HEADROOM_TOKENS: u32 = 64;
 
@@ -51,7 +51,20 @@ impl Engine {
         while plan.is_empty() && self.break_hold_and_wait() {
             self.plan_prefills(&mut plan);
         }
+        self.note_plan(&plan);
         plan
+    }
+
+    /// Tells the pace what it will be told the time of.
+    fn note_plan(&mut self, plan: &[PlanItem]) {
+        let (mut prefill, mut decodes) = (0, 0);
+        for item in plan {
+            match self.sequences.get(&item.slot).map(|sequence| sequence.state) {
+                Some(State::Decoding) => decodes += 1,
+                _ => prefill += item.range.end - item.range.start,
+            }
+        }
+        self.pace.planned(prefill, decodes);
     }
 
     fn plan_decodes(&mut self) -> Vec<PlanItem> {
@@ -73,7 +86,8 @@ impl Engine {
     fn plan_prefills(&mut self, plan: &mut Vec<PlanItem>) {
         let decodes = u32::try_from(plan.len()).unwrap_or(u32::MAX);
         let most = self.config.max_batch_tokens;
-        let mut budget = most.saturating_sub(decodes).max(MIN_PREFILL.min(most));
+        let budget = most.saturating_sub(decodes).max(MIN_PREFILL.min(most));
+        let mut budget = self.pace.limit(budget, decodes);
         let mut running = self
             .sequences
             .values()

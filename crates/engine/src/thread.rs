@@ -142,6 +142,9 @@ impl<'a> Driver<'a> {
                 std::thread::sleep(modelled.saturating_sub(spent));
             }
             let computed = effects.computed;
+            if computed {
+                self.engine.note_step(self.origin.elapsed().saturating_sub(began));
+            }
             let delivered = self.deliver(effects);
             if idle && !computed && !delivered {
                 if all_handles_gone && self.callers.is_empty() && self.engine.is_idle() {

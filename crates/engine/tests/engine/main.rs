@@ -11,6 +11,7 @@ mod migration;
 #[cfg(feature = "mutants")]
 mod mutants;
 mod overlap;
+mod pace;
 mod patterns;
 mod preemption;
 mod storm;
