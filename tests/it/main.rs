@@ -6,6 +6,7 @@
 mod answers;
 mod bad_input;
 mod control;
+mod calibration;
 mod equality;
 mod mixed_load;
 mod operations;

@@ -150,6 +150,24 @@ impl Profile {
         }
     }
 
+    /// Returns the seconds of prefills, by new tokens and context.
+    #[must_use]
+    pub const fn prefill_table(&self) -> &Table {
+        &self.prefill
+    }
+
+    /// Returns the seconds of decode steps, by sequences and the context of each.
+    #[must_use]
+    pub const fn decode_table(&self) -> &Table {
+        &self.decode
+    }
+
+    /// Returns what prefills add to decode steps, by new tokens and sequences.
+    #[must_use]
+    pub const fn riding_table(&self) -> &Table {
+        &self.riding
+    }
+
     /// Returns the links by name.
     #[must_use]
     pub const fn links(&self) -> &BTreeMap<String, Link> {

@@ -4,11 +4,13 @@
 
 #![forbid(unsafe_code)]
 
+mod calibrate;
 #[cfg(feature = "candle")]
 mod files;
 mod hub;
 mod model;
 mod options;
+mod profile;
 mod run;
 mod self_test;
 mod transport;

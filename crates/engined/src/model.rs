@@ -32,6 +32,13 @@ fn source(model: &str) -> Source<'_> {
     }
 }
 
+/// Returns how long a step should take at most. The toy takes what it is told to.
+pub(crate) fn max_step(options: &Options) -> Option<Duration> {
+    let usual = if source(&options.model) == Source::Toy { 0 } else { 100 };
+    let milliseconds = options.max_step_milliseconds.unwrap_or(usual);
+    (milliseconds > 0).then(|| Duration::from_millis(milliseconds.into()))
+}
+
 /// Refuses options that do not go together, before anything is loaded.
 pub(crate) fn check(options: &Options) -> Result<()> {
     let toy = source(&options.model) == Source::Toy;

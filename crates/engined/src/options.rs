@@ -76,6 +76,12 @@ pub(crate) struct Options {
           help_heading = "Scheduling", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_batch_tokens: u32,
 
+    /// Milliseconds that a step should take at most: prefill chunks are cut to fit. 0 is as long as it likes. By default 100, and 0 for
+    /// the toy model.
+    #[arg(long, env = "MICROSERVING_MAX_STEP_MILLISECONDS", value_name = "MS", help_heading = "Scheduling",
+          value_parser = clap::value_parser!(u32).range(0..=600_000))]
+    pub(crate) max_step_milliseconds: Option<u32>,
+
     /// Sequences prefilled or decoded at a time.
     #[arg(long, env = "MICROSERVING_MAX_RUNNING", value_name = "N", default_value = "64",
           help_heading = "Scheduling", value_parser = clap::value_parser!(u32).range(1..))]
@@ -90,6 +96,15 @@ pub(crate) struct Options {
     #[arg(long, env = "MICROSERVING_TIMEOUT_SECONDS", value_name = "SECONDS", default_value = "600",
           help_heading = "Scheduling", value_parser = seconds)]
     pub(crate) timeout_seconds: Duration,
+
+    /// Measure what this engine takes, print it, write it as a profile, and exit. Serves nobody meanwhile.
+    #[arg(long, env = "MICROSERVING_CALIBRATE", help_heading = "Cost")]
+    pub(crate) calibrate: bool,
+
+    /// Profile to tell routers, or to write with --calibrate; by default the one in the user's cache for this model, numeric mode and
+    /// machine.
+    #[arg(long, env = "MICROSERVING_PROFILE", value_name = "FILE", help_heading = "Cost")]
+    pub(crate) profile: Option<PathBuf>,
 
     /// Address to serve on; port 0 takes a free one.
     #[arg(

@@ -1,19 +1,21 @@
 //! From options to a running engine, and back to nothing.
 
+use std::io::Write;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use microserving_daemon::{ByteSize, Health, HttpServer, Refused, Shutdown};
 use microserving_engine::{Engine, EngineConfig, EngineHandle, EngineThread, Entropy};
-use microserving_executor::ExecutorInfo;
+use microserving_executor::{Executor, ExecutorInfo};
 use microserving_protocol::{ClusterKey, Incarnation};
 use microserving_server::{EngineService, ServerConfig};
+use microserving_transport::KvTransport;
 use tokio::task::spawn_blocking;
 use tracing::{info, warn};
 
 use crate::model::{self, LoadedModel};
 use crate::options::{Device, Options};
-use crate::{self_test, transport};
+use crate::{calibrate, profile, self_test, transport};
 
 /// The KV cache's size where nothing is said.
 const USUAL_KV_BYTES: ByteSize = ByteSize::new(1 << 30);
@@ -25,6 +27,9 @@ const WATCH: Duration = Duration::from_millis(250);
 /// Runs the daemon until it is told to stop.
 pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
     check(&options)?;
+    if options.calibrate {
+        return run_calibration(options).await;
+    }
     let health = Health::new();
     let server = HttpServer::bind(&options.listen, &options.daemon, health.clone(), shutdown.clone()).await?;
     let started = tokio::select! {
@@ -82,17 +87,13 @@ async fn start(options: &Options, health: &Health) -> Result<Started> {
     health.starting("starting the engine");
     let LoadedModel { executor, text } = model;
     let info = executor.info().clone();
-    let mut config = EngineConfig::new(engine_id, num_pages(options, &info)?);
-    config.max_batch_tokens = options.max_batch_tokens;
-    config.max_running = options.max_running;
-    config.max_waiting = options.max_waiting;
-    config.lease = options.lease_seconds;
-    let entropy = entropy(options)?;
-    let engine = Engine::new(config, executor, transport, entropy).context("the engine cannot start")?;
+    let profile = profile::load(options, &info)?;
+    let engine = build(options, engine_id, executor, transport)?;
     let (engine, thread) = EngineHandle::spawn(engine).context("the engine's thread cannot start")?;
 
     let mut server = ServerConfig::new(served_name(options, &info));
     server.default_timeout = Some(options.timeout_seconds).filter(|timeout| !timeout.is_zero());
+    server.profile = profile.map(|profile| profile.to_json().into());
     server.max_body_bytes = usize::try_from(options.daemon.max_body_bytes.num_bytes()).unwrap_or(usize::MAX);
     info!(
         model = server.served_model_name,
@@ -109,6 +110,43 @@ async fn start(options: &Options, health: &Health) -> Result<Started> {
         if options.no_grpc { axum::Router::new() } else { microserving_grpc_server::routes(&service) };
     let routes = service.router(beside);
     Ok(Started { engine, thread, routes })
+}
+
+/// Makes the engine that the options ask for.
+fn build(
+    options: &Options,
+    engine_id: String,
+    executor: Box<dyn Executor>,
+    transport: Box<dyn KvTransport>,
+) -> Result<Engine> {
+    let mut config = EngineConfig::new(engine_id, num_pages(options, executor.info())?);
+    config.max_batch_tokens = options.max_batch_tokens;
+    config.max_step = model::max_step(options);
+    config.max_running = options.max_running;
+    config.max_waiting = options.max_waiting;
+    config.lease = options.lease_seconds;
+    let entropy = entropy(options)?;
+    Engine::new(config, executor, transport, entropy).context("the engine cannot start")
+}
+
+/// Measures the engine instead of serving it.
+async fn run_calibration(options: Options) -> Result<()> {
+    let work = move || {
+        let LoadedModel { executor, .. } = model::load(&options, &Health::new())?;
+        let info = executor.info().clone();
+        let about = profile::about(&options, &info);
+        let file = profile::file(&options, &info, &about)?;
+        let engine_id = engine_id(&options)?;
+        let transport = transport::open(options.transport, options.checksum, &engine_id)?;
+        let link = transport.name();
+        let engine = build(&options, engine_id, executor, transport)?;
+        info!(model = info.model, file = %file.display(), "measuring, for about 20 seconds");
+        let profile = calibrate::measure(engine, about, link, options.checksum)?;
+        profile::save(&profile, &file)?;
+        let text = format!("{}profile: {}\n", calibrate::describe(&profile), file.display());
+        std::io::stdout().write_all(text.as_bytes()).context("cannot print the profile")
+    };
+    spawn_blocking(work).await.context("the calibration panicked")?
 }
 
 /// Refuses what cannot be, before anything is bound or loaded.

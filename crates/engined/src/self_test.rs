@@ -31,6 +31,14 @@ impl Admission for OnlyOurs {
 /// # Errors
 /// If they do not arrive whole and in time.
 pub(crate) fn run(name: &str, checksum: bool) -> Result<()> {
+    carry_bytes(name, checksum, NUM_BYTES).map(drop)
+}
+
+/// As [`run`], with so many bytes; returns how long they were under way.
+///
+/// # Errors
+/// As [`run`].
+pub(crate) fn carry_bytes(name: &str, checksum: bool, num_bytes: usize) -> Result<Duration> {
     let (sender, receiver): (Box<dyn KvTransport>, Box<dyn KvTransport>) = match name {
         "loopback" => {
             let hub = if checksum { LoopbackHub::with_checksums() } else { LoopbackHub::new() };
@@ -38,24 +46,29 @@ pub(crate) fn run(name: &str, checksum: bool) -> Result<()> {
         }
         _ => (crate::transport::shm(checksum)?, crate::transport::shm(checksum)?),
     };
-    carry(sender, receiver).with_context(|| format!("the self-test of the transport {name} failed"))
+    carry(sender, receiver, num_bytes)
+        .with_context(|| format!("the self-test of the transport {name} failed"))
 }
 
-fn carry(mut sender: Box<dyn KvTransport>, mut receiver: Box<dyn KvTransport>) -> Result<()> {
-    let from = sender.allocate_region(NUM_BYTES)?;
-    let to = receiver.allocate_region(NUM_BYTES)?;
+fn carry(
+    mut sender: Box<dyn KvTransport>,
+    mut receiver: Box<dyn KvTransport>,
+    num_bytes: usize,
+) -> Result<Duration> {
+    let from = sender.allocate_region(num_bytes)?;
+    let to = receiver.allocate_region(num_bytes)?;
     receiver.set_admission(Arc::new(OnlyOurs));
-    let sent: Vec<u8> = (0..NUM_BYTES).map(|index| (index * 31 % 251) as u8).collect();
+    let sent: Vec<u8> = (0..num_bytes).map(|index| (index * 31 % 251) as u8).collect();
     from.write(0, &sent);
     let range = KvRange::new(0, 1).context("the range is ordered")?;
-    let runs = vec![ByteRun { offset: 0, num_bytes: NUM_BYTES }];
-    receiver.grant(Grant { generation: Generation(1), range, token_bytes: NUM_BYTES, runs })?;
+    let runs = vec![ByteRun { offset: 0, num_bytes }];
+    receiver.grant(Grant { generation: Generation(1), range, token_bytes: num_bytes, runs })?;
     let claim = Claim { peer: receiver.peer_address(), credential: CREDENTIAL.to_vec(), range };
+    let began = Instant::now();
     let channel = sender.open(claim)?;
-    sender.put(channel, &[PutRun { local_offset: 0, remote_offset: 0, num_bytes: NUM_BYTES }])?;
+    sender.put(channel, &[PutRun { local_offset: 0, remote_offset: 0, num_bytes }])?;
     sender.finish(channel);
 
-    let began = Instant::now();
     let (mut finished, mut complete) = (false, false);
     while !(finished && complete) {
         if began.elapsed() > PATIENCE {
@@ -75,12 +88,13 @@ fn carry(mut sender: Box<dyn KvTransport>, mut receiver: Box<dyn KvTransport>) -
         }
         std::thread::sleep(Duration::from_micros(200));
     }
-    let mut arrived = vec![0; NUM_BYTES];
+    let took = began.elapsed();
+    let mut arrived = vec![0; num_bytes];
     to.read(0, &mut arrived);
     if arrived != sent {
         bail!("what arrived is not what was sent");
     }
-    Ok(())
+    Ok(took)
 }
 
 #[cfg(test)]
@@ -100,6 +114,6 @@ mod tests {
         let hub = LoopbackHub::new();
         let (sender, receiver) = (hub.transport("sender"), hub.transport("receiver"));
         hub.crash("receiver");
-        assert!(carry(Box::new(sender), Box::new(receiver)).is_err());
+        assert!(carry(Box::new(sender), Box::new(receiver), NUM_BYTES).is_err());
     }
 }

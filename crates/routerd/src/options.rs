@@ -192,6 +192,10 @@ pub(crate) struct Options {
         help_heading = "Administration"
     )]
     pub(crate) admin_token_file: Option<PathBuf>,
+    /// Profile of engines that have none of their own, as `engined --calibrate` writes it. Without it their costs are learned from what
+    /// they take.
+    #[arg(long, env = "MICROSERVING_PROFILE", value_name = "FILE", help_heading = "Routing")]
+    pub(crate) profile: Option<PathBuf>,
 
     /// Address to serve on; port 0 takes a free one.
     #[arg(

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use microserving_cost::Profile;
 use microserving_daemon::{DaemonOptions, Hangups, Health, HttpServer, Refused, Shortcut, Shutdown};
 use microserving_router::{PromptCodec, RouterConfig, RouterService};
 use microserving_script::{Limits, ScriptLoader};
@@ -44,6 +45,7 @@ pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
     config.scripts = scripts(&options)?;
     let limits = Limits { concurrent_runs: options.script_runs as usize, ..Limits::default() };
     config.loader = Some(Arc::new(ScriptLoader::new(limits)));
+    config.profile = profile(&options)?;
     let num_engines = config.engines.len();
 
     let (service, tasks) = RouterService::start(config).map_err(|error| Refused(error.to_string()))?;
@@ -142,6 +144,14 @@ fn scripts(options: &Options) -> Result<Vec<(String, String)>> {
         Ok((name.to_owned(), source))
     };
     options.script.iter().map(read).collect()
+}
+
+fn profile(options: &Options) -> Result<Option<Arc<Profile>>> {
+    let Some(path) = &options.profile else { return Ok(None) };
+    let json = std::fs::read(path).with_context(|| format!("profile: cannot read {}", path.display()))?;
+    let profile =
+        Profile::from_json(&json).with_context(|| format!("profile: {} cannot be used", path.display()))?;
+    Ok(Some(Arc::new(profile)))
 }
 
 async fn codec(options: &Options) -> Result<Option<Arc<dyn PromptCodec>>> {

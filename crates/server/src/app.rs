@@ -26,6 +26,8 @@ pub struct ServerConfig {
     pub body_timeout: Duration,
     /// Said in `GET /microserving/state`: the calls are served over gRPC too, beside these routes.
     pub grpc: bool,
+    /// What the engine takes, as JSON of the cost crate's form, for routers; `None` if it was not calibrated.
+    pub profile: Option<Arc<str>>,
 }
 
 impl ServerConfig {
@@ -38,6 +40,7 @@ impl ServerConfig {
             max_body_bytes: 16 << 20,
             body_timeout: Duration::from_secs(60),
             grpc: false,
+            profile: None,
         }
     }
 }

@@ -5,6 +5,7 @@ pub(crate) mod commit;
 pub(crate) mod kv_events;
 pub(crate) mod pause;
 pub(crate) mod prep_recv;
+pub(crate) mod profile;
 pub(crate) mod remote_send;
 pub(crate) mod sequences;
 pub(crate) mod start_generate;

@@ -11,7 +11,7 @@ use microserving_protocol::ApiError;
 
 use crate::app::App;
 use crate::calls::{
-    abort, commit, kv_events, pause, prep_recv, remote_send, sequences, start_generate, state,
+    abort, commit, kv_events, pause, prep_recv, profile, remote_send, sequences, start_generate, state,
 };
 use crate::errors::Failure;
 use crate::openai::{chat, completions, models, tokenize};
@@ -69,6 +69,10 @@ pub(crate) fn table() -> Vec<Route> {
             get(kv_events::kv_events),
         ),
         (Operation::get("/microserving/state", "Load, pages by state, incarnation", json), get(state::state)),
+        (
+            Operation::get("/microserving/profile", "What the engine takes, if it was calibrated", json),
+            get(profile::profile),
+        ),
         (
             Operation::get("/microserving/tokenizer", "Vocabulary and chat template", json),
             get(tokenize::tokenizer),
