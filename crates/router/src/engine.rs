@@ -570,6 +570,11 @@ impl InFlight {
         self.tokens = tokens;
     }
 
+    /// Returns the prompt tokens that it has left to compute.
+    pub(crate) const fn tokens(&self) -> u64 {
+        self.tokens
+    }
+
     /// Returns how many prompt tokens of others wait there.
     pub(crate) fn queued_before(&self) -> u64 {
         self.engine.load().queued_tokens.saturating_sub(self.tokens)

@@ -22,6 +22,7 @@ mod node;
 mod options;
 mod oracle;
 mod program;
+mod replay;
 mod report;
 mod request;
 mod spy;
@@ -38,6 +39,7 @@ use microserving_transport::{LoopbackFaults, LoopbackHub};
 use tokio::task::JoinHandle;
 
 pub use options::{NetworkFaults, SimOptions, TransferFaults};
+pub use replay::{ReplayOptions, ReplayReport, replay};
 pub use report::{Invariant, Report, Tally, Violation};
 
 use self::front::Ended;

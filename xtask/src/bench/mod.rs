@@ -3,6 +3,7 @@
 mod engine;
 mod load;
 mod micro;
+mod patterns;
 mod router;
 mod row;
 mod switch;
@@ -47,11 +48,13 @@ enum What {
     Transfer,
     /// radix and kvcache, by criterion.
     Micro,
+    /// Patterns under the same load, on modelled hardware in virtual time.
+    Patterns,
 }
 
 /// Measures what was asked for.
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let all = [What::Engine, What::Router, What::Switch, What::Transfer, What::Micro];
+    let all = [What::Engine, What::Router, What::Switch, What::Transfer, What::Micro, What::Patterns];
     let chosen = if args.what.is_empty() { all.to_vec() } else { args.what.clone() };
     let mut rows = row::Rows::new(args.keep)?;
     for what in chosen {
@@ -70,6 +73,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             }
             What::Transfer => transfer::run(&mut rows)?,
             What::Micro => micro::run(&mut rows)?,
+            What::Patterns => patterns::run(&mut rows)?,
         }
     }
     rows.report();

@@ -16,6 +16,8 @@ const CHUNKS_PER_LOOK: u32 = 8;
 pub(crate) struct PrefillTimer {
     began: Instant,
     outlook: Outlook,
+    /// Prompt tokens that are expected to be computed.
+    expected: u64,
     /// Others were queued before it, so that its time is not its own.
     behind_others: bool,
     elapsed: Option<f64>,
@@ -25,13 +27,16 @@ impl PrefillTimer {
     /// Begins just before the call.
     pub(crate) fn start(in_flight: &InFlight) -> Self {
         let behind_others = in_flight.queued_before() > 0;
-        Self { began: Instant::now(), outlook: in_flight.engine().outlook(), behind_others, elapsed: None }
+        let (outlook, expected) = (in_flight.engine().outlook(), in_flight.tokens());
+        Self { began: Instant::now(), outlook, expected, behind_others, elapsed: None }
     }
 
     /// Ends when the first token is there, or the KV is.
-    pub(crate) fn stop(&mut self) {
+    pub(crate) fn stop(&mut self, engine: &Engine) {
         if self.elapsed.is_none() {
             self.elapsed = Some(self.began.elapsed().as_secs_f64());
+            let spent = self.outlook.prefill_seconds(self.expected as f64, 0.0);
+            engine.costs.note_prefill(Instant::now(), spent);
         }
     }
 
@@ -40,7 +45,6 @@ impl PrefillTimer {
         let (Some(elapsed), true) = (self.elapsed, new > 0) else { return };
         let outlook = &self.outlook;
         let (new, cached) = (f64::from(new), f64::from(cached));
-        engine.costs.note_prefill(Instant::now(), outlook.prefill_seconds(new, cached));
         if self.behind_others {
             return;
         }
@@ -52,7 +56,7 @@ impl PrefillTimer {
 
     /// As [`Self::tell`], for a prefill whose KV was sent while it was computed.
     pub(crate) fn tell_sent(&mut self, engine: &Engine, answer: &RemoteSendResponse) {
-        self.stop();
+        self.stop(engine);
         self.tell(engine, answer.computed_tokens, answer.cached_tokens, answer.exposed_transfer_seconds);
         let predicted = self.outlook.profile.transfer_seconds(answer.sent_tokens.into(), None);
         if let Some(predicted) = predicted {
@@ -98,7 +102,7 @@ impl StreamTimer {
     /// A chunk is there.
     pub(crate) fn chunk(&mut self, engine: &Engine) {
         if self.chunks == 0 {
-            self.prefill.stop();
+            self.prefill.stop(engine);
         }
         let waited = std::mem::replace(&mut self.waited, false);
         match self.chunks % CHUNKS_PER_LOOK {

@@ -6,7 +6,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use microserving_engine::{Effects, Engine, EngineConfig, Entropy};
-use microserving_executor::{ToyConfig, ToyExecutor};
+use microserving_executor::{Executor, RooflineExecutor, ToyConfig, ToyExecutor};
 use microserving_kvcache::invariants;
 use microserving_protocol::{ClusterKey, Incarnation, KvGeometry, PageId};
 
@@ -60,7 +60,11 @@ pub(crate) fn start(world: &Arc<World>, index: usize) {
     let name = World::name_of(index);
     let window = Window::default();
     let transport = SpyTransport::new(world.hub.transport(&name), window.clone());
-    let executor = ToyExecutor::new(toy_config(&world.options)).expect("within its bounds");
+    let toy = toy_config(&world.options);
+    let executor: Box<dyn Executor> = match &world.options.hardware {
+        None => Box::new(ToyExecutor::new(toy).expect("within its bounds")),
+        Some(hardware) => Box::new(RooflineExecutor::new(toy, hardware.clone()).expect("within its bounds")),
+    };
     let mut key = [7; 32];
     key[..8].copy_from_slice(&incarnation.0.to_le_bytes());
     let entropy = Entropy {
@@ -71,7 +75,7 @@ pub(crate) fn start(world: &Arc<World>, index: usize) {
         mint_seed,
     };
     let config = engine_config(&world.options, &name);
-    let mut engine = Engine::new(config, Box::new(executor), Box::new(transport), entropy)
+    let mut engine = Engine::new(config, executor, Box::new(transport), entropy)
         .expect("the simulation's configuration is within its bounds");
     engine.set_mutant(world.options.mutant);
     let wake = Arc::clone(&world.wakes[index]);
@@ -91,7 +95,7 @@ fn engine_config(options: &SimOptions, name: &str) -> EngineConfig {
         max_batch_tokens: options.max_batch_tokens,
         max_running: options.max_running,
         max_waiting: 64,
-        max_wait: Duration::from_secs(20),
+        max_wait: Duration::from_secs(if options.hardware.is_some() { 600 } else { 20 }),
         lease: options.lease,
         retry_after: Duration::from_millis(100),
         aging: Duration::from_millis(500),
@@ -181,6 +185,9 @@ impl Serving {
     /// Checks everything that can be seen from outside after a step.
     fn look(&mut self, effects: &Effects) {
         let world = &self.world;
+        if world.options.hardware.is_some() {
+            return;
+        }
         let counts = self.engine.cache().counts();
         let mut words = vec![9, self.index as u64, effects.effects.len() as u64, effects.computed.into()];
         words.extend([counts.free, counts.owned, counts.cached, counts.quarantined].map(u64::from));

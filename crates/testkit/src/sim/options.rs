@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use microserving_cost::HardwareProfile;
 use microserving_engine::Mutant;
 
 use crate::Dice;
@@ -33,6 +34,8 @@ pub struct SimOptions {
     pub quarantine_cap: f32,
     /// Time of a step.
     pub step_time: Duration,
+    /// Takes durations from hardware instead. Such a run is for its times: pages are not looked into.
+    pub hardware: Option<HardwareProfile>,
     /// The longest prompt.
     pub max_prompt: u32,
     /// The longest output.
@@ -118,6 +121,7 @@ impl SimOptions {
             lease: Duration::from_millis(800),
             quarantine_cap: 0.5,
             step_time: Duration::from_millis(3),
+            hardware: None,
             max_prompt: 60,
             max_output: 12,
             network: NetworkFaults {
@@ -203,6 +207,7 @@ impl SimOptions {
             lease: dice.millis(300, 1500),
             quarantine_cap: dice.pick(&[0.3, 0.6, 1.0]),
             step_time: dice.millis(1, 12),
+            hardware: None,
             max_prompt: dice.range(12, 70) as u32,
             max_output: dice.range(2, 14) as u32,
             network: NetworkFaults {

@@ -21,6 +21,7 @@ use microserving_protocol::{
 use microserving_transport::Refusal;
 
 use super::node::MODEL;
+use super::replay::profile_of;
 use super::world::{CallError, Connection, World};
 
 /// One engine, called by one router.
@@ -256,6 +257,10 @@ impl EngineCalls for SimEngine {
 
     async fn ready(&self, cx: &CallContext) -> Result<(), ClientError> {
         self.call(cx, Call::Sequences).await.map(|_| ())
+    }
+
+    async fn profile(&self, _: &CallContext) -> Result<Option<serde_json::Value>, ClientError> {
+        Ok(self.world.options.hardware.as_ref().map(profile_of))
     }
 
     async fn tokenizer(&self, _: &CallContext) -> Result<serde_json::Value, ClientError> {
