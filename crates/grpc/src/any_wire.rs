@@ -198,6 +198,10 @@ impl EngineCalls for AnyWireClient {
         self.rest.ready(cx).await
     }
 
+    async fn profile(&self, cx: &CallContext) -> Result<Option<serde_json::Value>, ClientError> {
+        self.rest.profile(cx).await
+    }
+
     async fn tokenizer(&self, cx: &CallContext) -> Result<serde_json::Value, ClientError> {
         self.rest.tokenizer(cx).await
     }
