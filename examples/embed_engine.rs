@@ -30,6 +30,7 @@ async fn generate(engine: &EngineHandle, prompt: &str, max_tokens: u32) -> Resul
         prompt,
         begin: 0,
         n: 1,
+        first_choice: 0,
         sampling: SamplingParams::greedy(),
         max_tokens: Some(max_tokens),
         min_tokens: 0,

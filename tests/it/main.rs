@@ -5,9 +5,11 @@
 
 mod answers;
 mod bad_input;
-mod control;
 mod calibration;
+mod control;
 mod equality;
+mod kills;
+mod migration;
 mod mixed_load;
 mod operations;
 mod peer_death;

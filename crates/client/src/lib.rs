@@ -17,14 +17,13 @@
 //! ```no_run
 //! use futures::StreamExt;
 //! use microserving_client::{CallContext, EngineCalls, HttpEngineClient};
-//! use microserving_protocol::{CallOptions, CompletionRequest, Prompt, StartGenerateRequest, TokenId};
+//! use microserving_protocol::{CompletionRequest, Prompt, StartGenerateRequest, TokenId};
 //!
 //! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
 //! let engine = HttpEngineClient::new("http://127.0.0.1:8001")?;
 //! let mut completion = CompletionRequest::new(Prompt::Tokens(vec![TokenId(1), TokenId(2)]));
 //! completion.stream = true;
-//! let request =
-//!     StartGenerateRequest { completion, call: CallOptions::default(), begin: 0, generated_from: None, resume_from: None };
+//! let request = StartGenerateRequest { completion, ..StartGenerateRequest::default() };
 //! let mut chunks = engine.start_generate(&CallContext::default(), &request).await?;
 //! while let Some(chunk) = chunks.next().await {
 //!     for choice in chunk?.choices {

@@ -185,7 +185,8 @@ impl EngineCalls for MlcEngineClient {
         cx: &CallContext,
         request: &StartGenerateRequest,
     ) -> Result<ChunkStream, ClientError> {
-        if request.generated_from.is_some() || request.resume_from.is_some() {
+        if request.generated_from.is_some() || request.choice_index.is_some() || request.resume_from.is_some()
+        {
             return Err(unsupported(self.name(), "resume"));
         }
         let mut body = self.completion(&request.completion, user(&request.call))?;
@@ -200,7 +201,8 @@ impl EngineCalls for MlcEngineClient {
         request: &StartGenerateRequest,
         written: Option<&Written>,
     ) -> Result<ChunkStream, ClientError> {
-        if request.generated_from.is_some() || request.resume_from.is_some() {
+        if request.generated_from.is_some() || request.choice_index.is_some() || request.resume_from.is_some()
+        {
             return Err(unsupported(self.name(), "resume"));
         }
         let user = user(&request.call);

@@ -121,7 +121,10 @@ impl EngineCalls for OpenAiEngineClient {
     ) -> Result<ChunkStream, ClientError> {
         match written {
             // Whoever resumes says so in token ids, which are not this server's.
-            _ if request.generated_from.is_some() || request.resume_from.is_some() => {
+            _ if request.generated_from.is_some()
+                || request.choice_index.is_some()
+                || request.resume_from.is_some() =>
+            {
                 Err(unsupported(self.name(), "resume"))
             }
             Some(Written::Completion(completion)) => self.complete(cx, completion).await,

@@ -51,7 +51,7 @@ fn prep() -> PrepRecvRequest {
 
 fn generate() -> StartGenerateRequest {
     let PrepRecvRequest { completion, call, .. } = prep();
-    StartGenerateRequest { completion, call, begin: 1, generated_from: None, resume_from: None }
+    StartGenerateRequest { completion, call, begin: 1, ..StartGenerateRequest::default() }
 }
 
 fn events(parts: Vec<&'static str>) -> Response {

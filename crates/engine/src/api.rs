@@ -112,6 +112,8 @@ pub struct StartGenerate {
     pub generated_from: u32,
     /// Choices to generate; at least 1.
     pub n: u32,
+    /// What the sampler calls the first of them, so that one choice of several continues as it was; 0 if there is nothing to continue.
+    pub first_choice: u32,
     /// How tokens are chosen.
     pub sampling: SamplingParams,
     /// Output tokens at most, replayed ones included; `None` is up to the context.

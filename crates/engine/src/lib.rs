@@ -44,6 +44,7 @@
 //!     begin: 0,
 //!     generated_from: 16,
 //!     n: 1,
+//!     first_choice: 0,
 //!     sampling: SamplingParams::greedy(),
 //!     max_tokens: Some(5),
 //!     min_tokens: 0,

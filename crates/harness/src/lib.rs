@@ -17,6 +17,8 @@
 mod cluster;
 mod daemon;
 pub mod http;
+mod proxy;
 
 pub use cluster::{Cluster, ClusterOptions};
 pub use daemon::{Daemon, binary_dir};
+pub use proxy::{OnPoint, Points, Proxy};

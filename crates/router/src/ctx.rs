@@ -1,16 +1,18 @@
 //! What a program has to work with.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use microserving_client::{CallContext, EngineKind};
 use microserving_protocol::{Attempt, CallOptions};
 
 use crate::abort::AbortQueue;
 use crate::engine::InFlight;
+use crate::live::LiveRequests;
 use crate::placement::{Choice, Job};
 use crate::predict::Traffic;
 use crate::stats::StatsCell;
+use crate::steps::Steps;
 use crate::{Cluster, Engine, Error, Metrics, Placement, Request, RetryBudget, Seat};
 
 /// What lasts as long as the service, and every context shares.
@@ -22,6 +24,8 @@ pub(crate) struct Shared {
     pub(crate) traffic: Arc<Traffic>,
     pub(crate) retry_budget: Arc<RetryBudget>,
     pub(crate) aborts: AbortQueue,
+    pub(crate) live: LiveRequests,
+    pub(crate) steps: Steps,
 }
 
 /// Engines that a request had trouble with, in this attempt or an earlier one. Clones share it.
@@ -41,6 +45,10 @@ impl Troubles {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).get(&engine.number()).copied()
     }
 
+    pub(crate) fn note_failed(&self, engine: &Engine) {
+        self.note(engine, Trouble::Failed);
+    }
+
     pub(crate) fn note(&self, engine: &Engine, trouble: Trouble) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(engine.number(), trouble);
     }
@@ -56,6 +64,8 @@ pub struct Ctx {
     pub(crate) stats: StatsCell,
     /// The program would move KV.
     pub(crate) moves_kv: bool,
+    /// The engine that decodes, once it has been asked to.
+    pub(crate) placed: Arc<OnceLock<Arc<Engine>>>,
 }
 
 /// Says whether KV can be moved to an engine for this request.
@@ -66,6 +76,29 @@ fn can_move(engine: &Engine, request: &Request) -> bool {
 }
 
 impl Ctx {
+    pub(crate) fn new(
+        shared: &Shared,
+        call: &CallContext,
+        attempt: Attempt,
+        troubles: &Troubles,
+        moves_kv: bool,
+    ) -> Self {
+        Self {
+            shared: shared.clone(),
+            call: call.clone(),
+            attempt,
+            troubles: troubles.clone(),
+            stats: StatsCell::default(),
+            moves_kv,
+            placed: Arc::default(),
+        }
+    }
+
+    /// Returns the context of another attempt at the same request.
+    pub(crate) fn next_attempt(&self, attempt: Attempt) -> Self {
+        Self::new(&self.shared, &self.call, attempt, &self.troubles, self.moves_kv)
+    }
+
     /// Takes a seat on the best engine to decode `request`. Changes state: the seat counts as load until it is dropped.
     ///
     /// # Errors
@@ -94,6 +127,30 @@ impl Ctx {
         });
         let choice = self.shared.placement.choose(Job::Prefill, &engines, request, request.len())?;
         Some(self.sit(choice, request.len()))
+    }
+
+    /// Takes a seat on the best other engine to decode what `decoder` decodes: one with the same KV layout. None means that there is none
+    /// just now.
+    #[must_use]
+    pub fn another_decoder(&self, request: &Request, decoder: &Seat) -> Option<Seat> {
+        self.other_decoder(request, decoder.engine())
+    }
+
+    pub(crate) fn other_decoder(&self, request: &Request, decoder: &Engine) -> Option<Seat> {
+        let mut engines = self.shared.cluster.decoders(request.model());
+        engines.retain(|engine| {
+            engine.number() != decoder.number()
+                && engine.kind() == EngineKind::Microserving
+                && engine.exchanges_with(decoder)
+                && self.troubles.of(engine).is_none()
+        });
+        let choice = self.shared.placement.choose(Job::Decode, &engines, request, request.len())?;
+        Some(self.seat_beside(&choice.engine))
+    }
+
+    /// Takes a seat that brings no tokens to compute: its KV is copied there.
+    pub(crate) fn seat_beside(&self, engine: &Arc<Engine>) -> Seat {
+        Seat::new(self.clone(), InFlight::new(engine.clone(), 0))
     }
 
     /// Takes a seat on a given engine, for programs that choose by themselves.
@@ -147,6 +204,10 @@ impl Ctx {
 
     fn fitting(&self, request: &Request, mut engines: Vec<Arc<Engine>>) -> Vec<Arc<Engine>> {
         engines.retain(|engine| engine.takes(request) && self.troubles.of(engine) != Some(Trouble::Failed));
+        if request.is_continued() {
+            // Engines of other makes would take the output for a part of the prompt.
+            engines.retain(|engine| engine.kind() == EngineKind::Microserving);
+        }
         if engines.iter().any(|engine| self.troubles.of(engine).is_none()) {
             engines.retain(|engine| self.troubles.of(engine).is_none());
         }

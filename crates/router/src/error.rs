@@ -43,6 +43,20 @@ pub enum Error {
         /// The engine.
         engine: String,
     },
+    /// A step took longer than it may, and the request has time left.
+    #[error("{engine} took too long over {call}")]
+    Slow {
+        /// The call's name.
+        call: &'static str,
+        /// The engine.
+        engine: String,
+    },
+    /// The request cannot be moved to another engine as it stands.
+    #[error("the request cannot move: {reason}")]
+    CannotMove {
+        /// Why.
+        reason: String,
+    },
     /// The deadline passed before the answer was complete.
     #[error("the request's deadline has passed")]
     Deadline,
@@ -71,18 +85,20 @@ impl Error {
     /// Says whether a new attempt, on other engines where there are some, may succeed.
     ///
     /// A lease that ran out, a reservation that was lost or two engines that do not reach each other are nothing the client
-    /// did, so they are tried again too; what the client did wrong is the same everywhere.
+    /// did, so they are tried again too; what the client did wrong is the same everywhere. An attempt that a later one has replaced is
+    /// over: whoever made the later one serves the request, and trying again would take it away from them.
     #[must_use]
     pub fn is_worth_another_attempt(&self) -> bool {
         match self {
             Self::Call { source: ClientError::Refused { error, .. }, .. } => {
-                matches!(error.status, 500 | 502 | 503) || is_between_engines(error)
+                !is_replaced(error) && (matches!(error.status, 500 | 502 | 503) || is_between_engines(error))
             }
             Self::Call { source, .. } => source.is_worth_another_engine(),
-            Self::Preempted { .. } | Self::Incomplete { .. } => true,
+            Self::Preempted { .. } | Self::Incomplete { .. } | Self::Slow { .. } => true,
             // Its fallback is another matter than another attempt.
             Self::NoEngine { .. }
             | Self::NotReady { .. }
+            | Self::CannotMove { .. }
             | Self::Deadline
             | Self::Program { .. }
             | Self::Api(_) => false,
@@ -104,6 +120,8 @@ impl Error {
             Self::NoEngine { .. } | Self::NotReady { .. } => "no_engine",
             Self::Preempted { .. } => "preempted",
             Self::Incomplete { .. } => "incomplete",
+            Self::Slow { .. } => "slow",
+            Self::CannotMove { .. } => "cannot_move",
             Self::Deadline => "deadline",
             Self::Program { .. } => "program",
             Self::Api(_) => "request",
@@ -123,6 +141,8 @@ impl Error {
                 ApiError::unavailable(self.to_string(), soon).with_code("no_engine")
             }
             Self::Preempted { .. } | Self::Incomplete { .. } => ApiError::unavailable(self.to_string(), soon),
+            Self::Slow { .. } => ApiError::timeout(self.to_string()),
+            Self::CannotMove { .. } => ApiError::conflict(self.to_string()).with_code("cannot_move"),
             Self::Deadline => ApiError::timeout(self.to_string()),
             Self::Program { .. } => ApiError::internal(self.to_string()).with_code("program_failed"),
             Self::Api(error) => (**error).clone(),
@@ -132,8 +152,13 @@ impl Error {
 
 /// Says whether a refusal is about what engines and router have among themselves: keys, leases, addresses.
 fn is_between_engines(error: &ApiError) -> bool {
-    matches!(error.status, 403 | 404 | 409 | 410)
+    (matches!(error.status, 403 | 404 | 409 | 410) && !is_replaced(error))
         || (error.status == 400 && matches!(error.param.as_deref(), Some("kv_addr_info" | "recv_rank")))
+}
+
+/// Says whether someone else has begun a later attempt at the same request.
+fn is_replaced(error: &ApiError) -> bool {
+    error.status == 409 && error.code.as_deref() == Some("stale_attempt")
 }
 
 #[cfg(test)]
@@ -150,6 +175,7 @@ mod tests {
         for (error, again, status) in [
             (ApiError::gone("lease"), true, 503),
             (ApiError::conflict("attempt"), true, 503),
+            (ApiError::conflict("attempt").with_code("stale_attempt"), false, 409),
             (ApiError::forbidden("signature"), true, 503),
             (ApiError::bad_request("kv_addr_info", "unreachable"), true, 503),
             (ApiError::bad_request("temperature", "x"), false, 400),

@@ -4,7 +4,7 @@
 //!   [`Balanced`] and [`Adaptive`] come with the crate; write your own beside them.
 //! - [`Ctx`] finds engines: [`Ctx::decoder`] and [`Ctx::prefiller`] return a [`Seat`], a request's place on one engine, which is where the
 //!   calls are.
-//! - [`RouterService`] serves clients: it tokenises once, runs the program, tries again on other engines until the first token, and
+//! - [`RouterService`] serves clients: it tokenises once, runs the program, goes on elsewhere when an engine is lost, and
 //!   answers in OpenAI's words ([`RouterService::http`]).
 //! - [`Cluster`] knows the engines, their health and load; [`Placement`] chooses among them.
 //! - [`Config`] is all that can change while serving, one document with a revision: engines, pattern, [`Rule`]s, [`Thresholds`]. Every
@@ -55,6 +55,7 @@
 
 mod abort;
 mod admission;
+mod answering;
 mod attempts;
 mod caution;
 mod client_headers;
@@ -67,8 +68,13 @@ mod engine;
 mod error;
 mod http;
 mod ids;
+mod kept;
+mod line;
+mod live;
 mod membership;
 mod metrics;
+mod moving;
+mod operations;
 mod parameters;
 mod pattern;
 mod placement;
@@ -85,6 +91,7 @@ mod scripts;
 mod seat;
 mod service;
 mod stats;
+mod steps;
 mod stream;
 mod tasks;
 mod thresholds;
@@ -101,6 +108,8 @@ pub use error::Error;
 pub use http::Answering;
 pub use ids::Randomness;
 pub use metrics::Metrics;
+pub use moving::Moved;
+pub use operations::{ContextMove, MovedContext};
 pub use parameters::{Parameter, ParameterKind, Parameters};
 pub use pattern::{BadPattern, Pattern, Patterns, ProgramFactory};
 pub use placement::{Placement, PlacementPolicy};
@@ -108,7 +117,8 @@ pub use predict::{Outlook, Prediction, ProfileSource};
 pub use prefix::{HeldPrefix, PrefixIndex};
 pub use program::{Fallback, Program, TokenStream};
 pub use programs::{
-    Adaptive, AdaptiveFactory, Balanced, BalancedFactory, DataParallel, PrefillDecode, Roles,
+    Adaptive, AdaptiveFactory, Balanced, BalancedFactory, DataParallel, Migrate, MigrateFactory,
+    PrefillDecode, Roles,
 };
 pub use prompt::PromptCodec;
 pub use request::Request;

@@ -28,7 +28,7 @@ impl RouterService {
         })
     }
 
-    /// Gives an engine no new requests; those in flight end as they would.
+    /// Gives an engine no new requests, and moves those that it decodes to other engines. Those that cannot move end as they would.
     ///
     /// # Errors
     /// 404 if there is no such engine.
@@ -36,6 +36,8 @@ impl RouterService {
         self.recorded(&Change::new(PROGRAM, "drain engine"), || {
             let engine = self.member(number)?;
             engine.drain();
+            let moving = self.move_away(&engine);
+            info!(engine = engine.name(), in_flight = engine.in_flight(), moving, "engine drains");
             Ok(engine)
         })
     }

@@ -56,6 +56,11 @@ struct ProgramFailureLabels {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OutcomeLabel {
+    outcome: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct PhaseLabel {
     phase: String,
 }
@@ -104,6 +109,11 @@ pub struct Metrics {
     request_seconds: HistogramFamily,
     calls: Family<CallLabels, Counter>,
     retries: Family<ReasonLabel, Counter>,
+    /// Choices that went on with what they had on another engine.
+    pub(crate) resumed: Counter,
+    recovery: Histogram,
+    moves: Family<OutcomeLabel, Counter>,
+    move_pause: Histogram,
     pub(crate) aborts: Counter,
     output_tokens: Counter,
     kv_bytes: Counter,
@@ -161,8 +171,30 @@ impl Metrics {
         let retries = Family::default();
         registry.register(
             "retries",
-            "Attempts that failed before the first token and were made again",
+            "Attempts that failed, by reason, and were made again; no_budget is one that was not",
             retries.clone(),
+        );
+        let resumed = Counter::default();
+        registry.register(
+            "resumed",
+            "Choices that went on elsewhere after their first token, because their engine was lost",
+            resumed.clone(),
+        );
+        let recovery = Histogram::new(FIRST_TOKEN_BUCKETS);
+        registry.register_with_unit(
+            "recovery",
+            "From the loss of an engine to the next token of a request that it was serving",
+            Unit::Seconds,
+            recovery.clone(),
+        );
+        let moves = Family::default();
+        registry.register("moves", "Running requests moved to another engine, by outcome", moves.clone());
+        let move_pause = Histogram::new(FIRST_TOKEN_BUCKETS);
+        registry.register_with_unit(
+            "move_pause",
+            "From the pause of a request that moves to its first token on the other engine",
+            Unit::Seconds,
+            move_pause.clone(),
         );
         let aborts = Counter::default();
         registry.register("aborts", "Aborts sent for requests given up", aborts.clone());
@@ -239,6 +271,10 @@ impl Metrics {
             request_seconds,
             calls,
             retries,
+            resumed,
+            recovery,
+            moves,
+            move_pause,
             aborts,
             output_tokens,
             kv_bytes,
@@ -366,6 +402,21 @@ impl Metrics {
     pub(crate) fn program_failure(&self, program: &str, reason: &str) {
         let labels = ProgramFailureLabels { program: program.to_owned(), reason: reason.to_owned() };
         self.program_failures.get_or_create(&labels).inc();
+    }
+
+    /// Notes that a request goes on, so long after its engine was lost.
+    pub(crate) fn recovered(&self, after: Duration) {
+        self.recovery.observe(after.as_secs_f64());
+    }
+
+    /// Notes how a move ended.
+    pub(crate) fn moved(&self, outcome: &str) {
+        self.moves.get_or_create(&OutcomeLabel { outcome: outcome.to_owned() }).inc();
+    }
+
+    /// Notes how long a request that moved stood still.
+    pub(crate) fn paused(&self, time: Duration) {
+        self.move_pause.observe(time.as_secs_f64());
     }
 
     /// Renders everything in OpenMetrics text.

@@ -7,7 +7,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use serde_json::{Map, Value};
 
-use crate::programs::{AdaptiveFactory, BalancedFactory};
+use crate::programs::{AdaptiveFactory, BalancedFactory, MigrateFactory};
 use crate::{DataParallel, Fallback, Parameter, Parameters, PrefillDecode, Program, Request, Rule};
 
 /// A pattern as configuration, headers and `PUT /admin/v1/pattern` name it: `prefill_decode`, `balanced:0.25`,
@@ -177,11 +177,12 @@ impl Patterns {
     /// # Errors
     /// If `current` is not one of them.
     pub fn new(current: &Pattern, more: Vec<Arc<dyn ProgramFactory>>) -> Result<Self, BadPattern> {
-        let own: [Arc<dyn ProgramFactory>; 4] = [
+        let own: [Arc<dyn ProgramFactory>; 5] = [
             Arc::new(Fixed(Arc::new(DataParallel))),
             Arc::new(Fixed(Arc::new(PrefillDecode))),
             Arc::new(BalancedFactory),
             Arc::new(AdaptiveFactory),
+            Arc::new(MigrateFactory),
         ];
         let mut factories = BTreeMap::new();
         for factory in own.into_iter().chain(more) {

@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use futures::Stream;
 use microserving_protocol::CompletionResponse;
 
-use crate::{Ctx, Error, Request};
+use crate::{Ctx, Error, Request, Seat};
 
 /// An orchestration pattern: how one request is served by calls to engines.
 ///
@@ -33,8 +33,9 @@ pub trait Program: Send + Sync + fmt::Debug {
 
     /// Serves a request up to the beginning of its stream.
     ///
-    /// It may be called again for the same request, with a context of a higher attempt, until a first chunk has come. Dropping
-    /// the future at any await, or the stream, gives everything back: that is what [`crate::Seat`]s are for.
+    /// It is called again for the same request, with a context of a higher attempt, when an engine is lost: before the first chunk with the
+    /// same request, after it with one whose [`Request::tokens`] end in what has been generated. Dropping the future at any await, or the
+    /// stream, gives everything back: that is what [`crate::Seat`]s are for.
     ///
     /// # Errors
     /// Whatever the calls return; the caller decides whether to try again.
@@ -72,21 +73,42 @@ impl Fallback {
 
     /// Returns the program.
     #[must_use]
-    pub fn program(&self) -> &dyn Program {
-        &*self.program
+    pub const fn program(&self) -> &Arc<dyn Program> {
+        &self.program
     }
 }
 
 /// The chunks of one answer, usage last. Dropping it cancels the generation.
 pub struct TokenStream {
     chunks: Pin<Box<dyn Stream<Item = Result<CompletionResponse, Error>> + Send>>,
+    plan: Option<PlannedMove>,
+}
+
+/// A move to another engine that a program wants.
+#[derive(Debug)]
+pub(crate) struct PlannedMove {
+    /// How long the answer is by then.
+    pub(crate) after_tokens: u32,
+    pub(crate) target: Seat,
 }
 
 impl TokenStream {
     /// Wraps a stream of chunks.
     #[must_use]
     pub fn new(chunks: impl Stream<Item = Result<CompletionResponse, Error>> + Send + 'static) -> Self {
-        Self { chunks: Box::pin(chunks) }
+        Self { chunks: Box::pin(chunks), plan: None }
+    }
+
+    /// Moves the request to `target` once its answer has `after_tokens` tokens: its KV first, while the engine that decodes goes on, then
+    /// the stream. If that cannot be, the stream goes on where it is.
+    #[must_use]
+    pub fn then_move(mut self, after_tokens: u32, target: Seat) -> Self {
+        self.plan = Some(PlannedMove { after_tokens, target });
+        self
+    }
+
+    pub(crate) fn take_plan(&mut self) -> Option<PlannedMove> {
+        self.plan.take()
     }
 }
 

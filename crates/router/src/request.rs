@@ -23,6 +23,10 @@ pub struct Request {
     written: Option<Arc<Written>>,
     /// What stands for the tokens where placement looks for prefixes, if there are none.
     chunks: Arc<[TokenId]>,
+    /// Where the prompt ends, if output of an earlier attempt follows it in `tokens`.
+    generated_from: Option<u32>,
+    /// Which choice of the client's request this is, if it is one of several that goes on alone.
+    choice_index: Option<u32>,
 }
 
 /// Bytes of text that stand for one token where nobody can count tokens.
@@ -32,8 +36,8 @@ impl Request {
     /// Makes a request of a checked completion whose prompt is `tokens`. They are empty only where no engine's tokenizer is known; the request
     /// then needs [`Request::written_as`].
     ///
-    /// Engines always get it as a stream with usage: then a router sees the first token when it is there, and what it took, however
-    /// the client wants its answer.
+    /// Engines always get it as a stream with token ids and usage: then a router sees the first token when it is there, what it took,
+    /// and what to continue from on another engine, however the client wants its answer.
     #[must_use]
     pub fn new(
         seq_id: SeqId,
@@ -51,6 +55,7 @@ impl Request {
                 continuous_usage_stats: params.continuous_usage_stats,
             }),
             user: None,
+            return_token_ids: true,
             ..completion.clone()
         };
         Self {
@@ -62,6 +67,8 @@ impl Request {
             headers: ClientHeaders::default(),
             written: None,
             chunks: Arc::default(),
+            generated_from: None,
+            choice_index: None,
         }
     }
 
@@ -124,6 +131,60 @@ impl Request {
         if self.has_tokens() { &self.tokens } else { &self.chunks }
     }
 
+    /// Makes the request that goes on with one choice after `output`, which has been generated already.
+    ///
+    /// `max_tokens` and `min_tokens` stay: engines count replayed output as output. What the client has seen of the echo is not asked
+    /// for again.
+    pub(crate) fn continuing(&self, choice: u32, output: &[TokenId], echoed: bool) -> Self {
+        let prompt_len = self.prompt_len();
+        let mut tokens = self.tokens[..prompt_len as usize].to_vec();
+        tokens.extend_from_slice(output);
+        let alone = self.params.n == 1 && self.choice_index.is_none();
+        let choice_index = if alone { None } else { Some(self.choice_index.unwrap_or(choice)) };
+        let seq_id = match choice_index {
+            // Choices that go on alone may meet on one engine, where each needs a key of its own.
+            Some(choice) if self.choice_index.is_none() => SeqId::from(format!("{}-c{choice}", self.seq_id)),
+            _ => self.seq_id.clone(),
+        };
+        Self {
+            seq_id,
+            model: self.model.clone(),
+            completion: CompletionRequest {
+                prompt: Prompt::Tokens(tokens.clone()),
+                n: 1,
+                echo: self.completion.echo && !echoed,
+                ..self.completion.clone()
+            },
+            params: GenerationParams { n: 1, ..self.params.clone() },
+            tokens: tokens.into(),
+            headers: self.headers.clone(),
+            // What its client wrote says nothing of the output.
+            written: None,
+            chunks: Arc::default(),
+            generated_from: (!output.is_empty()).then_some(prompt_len),
+            choice_index,
+        }
+    }
+
+    /// Makes a request of another name for moving the KV of `tokens`, which is no request of a client.
+    pub(crate) fn copying(&self, name: &str, tokens: &[TokenId]) -> Self {
+        Self {
+            seq_id: SeqId::from(name),
+            tokens: tokens.into(),
+            completion: CompletionRequest {
+                prompt: Prompt::Tokens(tokens.to_vec()),
+                model: self.model.clone(),
+                cache_salt: self.completion.cache_salt.clone(),
+                priority: self.completion.priority,
+                ..CompletionRequest::default()
+            },
+            written: None,
+            generated_from: None,
+            choice_index: None,
+            ..self.clone()
+        }
+    }
+
     /// Returns the key that ties its calls together.
     #[must_use]
     pub const fn seq_id(&self) -> &SeqId {
@@ -136,7 +197,7 @@ impl Request {
         self.model.as_deref()
     }
 
-    /// Returns the prompt; nothing where no engine's tokenizer is known.
+    /// Returns the prompt, with what an earlier attempt generated behind it; nothing where no engine's tokenizer is known.
     #[must_use]
     pub fn tokens(&self) -> &[TokenId] {
         &self.tokens
@@ -154,6 +215,31 @@ impl Request {
         self.tokens.is_empty() && self.written.is_none()
     }
 
+    /// Returns the length of the client's own prompt: of [`Request::tokens`] without what an earlier attempt generated.
+    #[must_use]
+    pub fn prompt_len(&self) -> u32 {
+        self.generated_from.unwrap_or_else(|| self.len())
+    }
+
+    /// Returns how many tokens of output an earlier attempt generated.
+    #[must_use]
+    pub fn num_generated(&self) -> u32 {
+        self.len() - self.prompt_len()
+    }
+
+    /// Says whether output follows its prompt, or it is one of several choices: only engines that know of both can take it.
+    pub(crate) const fn is_continued(&self) -> bool {
+        self.generated_from.is_some() || self.choice_index.is_some()
+    }
+
+    pub(crate) const fn generated_from(&self) -> Option<u32> {
+        self.generated_from
+    }
+
+    pub(crate) const fn choice_index(&self) -> Option<u32> {
+        self.choice_index
+    }
+
     /// Returns the checked parameters.
     #[must_use]
     pub const fn params(&self) -> &GenerationParams {
@@ -162,6 +248,11 @@ impl Request {
 
     pub(crate) fn cache_salt(&self) -> &str {
         &self.params.cache_salt
+    }
+
+    /// Says whether the engine returns the prompt's text before the output.
+    pub(crate) const fn echoes(&self) -> bool {
+        self.completion.echo
     }
 
     /// Returns the body of a call that generates.
@@ -237,5 +328,35 @@ mod tests {
         let shared = |a: &[TokenId], b: &[TokenId]| a.iter().zip(b).take_while(|(a, b)| a == b).count();
         assert!(shared(&first, &second) >= first.len() - 1);
         assert!(shared(&first, &other) < 3);
+    }
+
+    fn request(n: i64) -> Request {
+        let completion = CompletionRequest {
+            n,
+            max_tokens: Some(8),
+            echo: true,
+            ..CompletionRequest::new(Prompt::Tokens(vec![TokenId(1), TokenId(2)]))
+        };
+        let params = completion.generation(7).expect("within bounds");
+        Request::new(SeqId::from("r"), &completion, params, vec![TokenId(1), TokenId(2)])
+    }
+
+    #[test]
+    fn one_choice_keeps_its_name_and_one_of_several_gets_its_own() {
+        let output = [TokenId(5), TokenId(6)];
+        for (n, choice, name, index) in [(1, 0, "r", None), (3, 2, "r-c2", Some(2))] {
+            let next = request(n).continuing(choice, &output, true);
+            assert_eq!((next.seq_id().as_str(), next.choice_index()), (name, index));
+            assert_eq!((next.len(), next.prompt_len(), next.num_generated()), (4, 2, 2));
+            assert_eq!(next.generated_from(), Some(2));
+            let body = next.body();
+            assert_eq!((body.n, body.echo, body.max_tokens, body.seed), (1, false, Some(8), Some(7)));
+            // And once more, after more of it.
+            let later = next.continuing(choice, &[TokenId(5), TokenId(6), TokenId(7)], true);
+            assert_eq!((later.seq_id().as_str(), later.choice_index()), (name, index));
+            assert_eq!((later.len(), later.num_generated()), (5, 3));
+        }
+        let begun = request(3).continuing(1, &[], false);
+        assert_eq!((begun.generated_from(), begun.body().echo, begun.choice_index()), (None, true, Some(1)));
     }
 }

@@ -1,18 +1,20 @@
 //! A request's place on one engine.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use microserving_client::{ClientError, EngineKind};
+use microserving_client::{CallContext, ClientError, EngineKind};
 use microserving_protocol::{
-    AbortRequest, ApiError, CommitRequest, CompletionRequest, PrepRecvRequest, RemoteSendRequest,
-    RemoteSendResponse, StartGenerateRequest,
+    AbortRequest, ApiError, CallOptions, CommitRequest, CompletionRequest, PrepRecvRequest,
+    RemoteSendRequest, RemoteSendResponse, StartGenerateRequest,
 };
+use tokio::time::Instant;
 use tracing::debug;
 
 use crate::abort::Abort;
 use crate::ctx::Trouble;
 use crate::engine::InFlight;
-use crate::predict::{PrefillTimer, StreamTimer};
+use crate::predict::{PrefillTimer, ProfileSource, StreamTimer};
 use crate::stream::Generating;
 use crate::vitals::Verdict;
 use crate::{Ctx, Engine, Error, Request, TokenStream};
@@ -92,7 +94,8 @@ impl Seat {
         };
         self.begin(request);
         let engine = self.engine().clone();
-        let answer = engine.while_here(engine.calls().prep_recv(&self.ctx.call, &body)).await;
+        let step = self.step(0, end, 0);
+        let answer = engine.while_here(engine.calls().prep_recv(&step, &body)).await;
         let answer = self.judge("prep_recv", answer)?;
         if answer.prefix_matched_length > end {
             let reason = format!("prefix_matched_length is {}, end is {end}", answer.prefix_matched_length);
@@ -122,9 +125,11 @@ impl Seat {
         begin: u32,
         end: u32,
     ) -> Result<RemoteSendResponse, Error> {
+        let step = self.step(end, end, end.saturating_sub(begin));
         let body = RemoteSendRequest {
             completion: transfer_body(self.engine().kind(), request),
-            call: self.ctx.options(request),
+            // The engine need not go on with what nobody waits for.
+            call: CallOptions { timeout: step.remaining(), ..self.ctx.options(request) },
             begin: begin.into(),
             end: end.into(),
             kv_addr_info: receiver.kv_addr_info.clone(),
@@ -133,7 +138,7 @@ impl Seat {
         self.begin(request);
         let mut timer = PrefillTimer::start(&self.in_flight);
         let engine = self.engine().clone();
-        let answer = engine.while_here(engine.calls().remote_send(&self.ctx.call, &body)).await;
+        let answer = engine.while_here(engine.calls().remote_send(&step, &body)).await;
         let answer = self.judge("remote_send", answer)?;
         self.end();
         self.in_flight.set_tokens(0);
@@ -152,22 +157,36 @@ impl Seat {
             completion: request.body(),
             call: self.ctx.options(request),
             begin: begin.into(),
-            generated_from: None,
+            generated_from: request.generated_from(),
+            choice_index: request.choice_index(),
             resume_from: None,
         };
         self.begin(request);
-        self.ctx.stats.decode_engine(self.engine().name());
-        let timer = PrefillTimer::start(&self.in_flight);
         let engine = self.engine().clone();
-        let chunks = if self.prepared.is_some() {
-            engine.while_here(engine.calls().start_generate(&self.ctx.call, &body)).await
-        } else {
-            engine.while_here(engine.calls().generate(&self.ctx.call, &body, request.written())).await
+        self.ctx.stats.decode_engine(engine.name());
+        // A context runs one generation; whoever runs a second one is told of the first.
+        let _ = self.ctx.placed.set(engine.clone());
+        // The stream may last as long as the request; its first chunk may not.
+        let uncached = request.len() - self.prepared.unwrap_or(0).min(request.len());
+        let first_by = self.step(uncached, request.len(), 0).deadline;
+        let timer = PrefillTimer::start(&self.in_flight);
+        let started = async {
+            if self.prepared.is_some() {
+                engine.while_here(engine.calls().start_generate(&self.ctx.call, &body)).await
+            } else {
+                engine.while_here(engine.calls().generate(&self.ctx.call, &body, request.written())).await
+            }
+        };
+        let chunks = match first_by {
+            None => started.await,
+            Some(first_by) => tokio::time::timeout_at(first_by, started)
+                .await
+                .unwrap_or_else(|_| Err(ClientError::Timeout { engine: engine.name().to_owned() })),
         };
         let chunks = self.judge("start_generate", chunks)?;
         self.ctx.shared.placement.note(self.engine(), request, request.len());
         let timer = StreamTimer::new(timer, self.prepared, request.len(), request.params().n == 1);
-        Ok(TokenStream::new(Generating::new(chunks, self, timer)))
+        Ok(TokenStream::new(Generating::new(chunks, self, timer, first_by)))
     }
 
     /// Asks the engine to keep what it received in its context cache: the end of a context migration.
@@ -178,7 +197,8 @@ impl Seat {
         let mut body = CommitRequest::new(request.seq_id().clone());
         body.attempt = self.begun.as_ref().and_then(|begun| begun.attempt);
         let engine = self.engine().clone();
-        let answer = engine.while_here(engine.calls().commit(&self.ctx.call, &body)).await;
+        let step = self.step(0, request.len(), 0);
+        let answer = engine.while_here(engine.calls().commit(&step, &body)).await;
         let answer = self.judge("commit", answer)?;
         self.end();
         self.ctx.shared.placement.note(self.engine(), request, answer.committed_tokens);
@@ -205,6 +225,13 @@ impl Seat {
         };
         self.engine().note_verdict(verdict(&source));
         debug!(call, error = %source, "call failed");
+        if let ClientError::Timeout { engine } = &source
+            && self.ctx.call.remaining().is_none_or(|left| !left.is_zero())
+        {
+            // The step's time is over and not the request's.
+            self.note_failed();
+            return Err(Error::Slow { call, engine: engine.clone() });
+        }
         if source.means_down() {
             self.engine().note_failure();
         }
@@ -223,6 +250,26 @@ impl Seat {
             self.ctx.troubles.note(self.engine(), trouble);
         }
         Err(error)
+    }
+
+    /// Returns the context of a call that begins now: its deadline is that of a step which computes `uncached` of `len` tokens and sends
+    /// `sent`. A profile that nobody measured predicts nothing.
+    fn step(&self, uncached: u32, len: u32, sent: u32) -> CallContext {
+        let engine = self.engine();
+        let measured = engine.profile_source() != ProfileSource::Neutral;
+        let predicted = measured.then(|| {
+            let outlook = engine.outlook();
+            let transfer = Duration::try_from_secs_f64(outlook.transfer_seconds(sent.into()));
+            outlook.predict(uncached, len).ttft + transfer.unwrap_or(Duration::ZERO)
+        });
+        let deadline = self.ctx.shared.steps.until(Instant::now(), predicted, self.ctx.call.deadline);
+        CallContext { deadline, ..self.ctx.call.clone() }
+    }
+
+    /// Goes on in another context.
+    pub(crate) fn with_ctx(mut self, ctx: Ctx) -> Self {
+        self.ctx = ctx;
+        self
     }
 
     /// From here on the engine may hold something for this request.
@@ -244,13 +291,13 @@ impl Seat {
         self.in_flight.begin_decoding(prompt);
     }
 
-    /// The engine gave the sequence up for want of room; it may well serve it again.
-    pub(crate) fn note_preempted(&self) {
-        self.ctx.troubles.note(self.engine(), Trouble::CannotReceive);
+    pub(crate) fn note_failed(&self) {
+        self.ctx.troubles.note_failed(self.engine());
     }
 
-    pub(crate) fn note_failed(&self) {
-        self.ctx.troubles.note(self.engine(), Trouble::Failed);
+    /// The engine gave the sequence up for want of room, and may well do it once there is some.
+    pub(crate) fn note_preempted(&self) {
+        self.ctx.troubles.note(self.engine(), Trouble::CannotReceive);
     }
 }
 

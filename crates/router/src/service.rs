@@ -14,10 +14,12 @@ use crate::abort::{AbortQueue, send_aborts};
 use crate::admission::Admission;
 use crate::control::Control;
 use crate::ctx::Shared;
+use crate::live::LiveRequests;
 use crate::pattern::Fixed;
 use crate::predict::Traffic;
 use crate::prompt::Codecs;
 use crate::scripts::Scripts;
+use crate::steps::Steps;
 use crate::tasks::Spawner;
 use crate::{
     BadPattern, Cluster, Config, Connect, ConnectHttp, EngineSpec, Error, Metrics, Pattern, Patterns,
@@ -52,6 +54,8 @@ pub struct RouterConfig {
     pub placement: PlacementPolicy,
     /// How long a request may take, all calls together.
     pub request_timeout: Duration,
+    /// How long one step of a program may take where nothing is predicted: a `prep_recv`, a `remote_send`, a first token.
+    pub step_timeout: Duration,
     /// Requests served at once; more wait.
     pub max_in_flight: usize,
     /// Requests that may wait in each class of priority; more are answered 429.
@@ -83,6 +87,7 @@ impl RouterConfig {
             admin_token: None,
             placement: PlacementPolicy::default(),
             request_timeout: Duration::from_secs(600),
+            step_timeout: Duration::from_secs(60),
             max_in_flight: 4096,
             max_queued: 1024,
             codec: None,
@@ -139,6 +144,8 @@ impl RouterService {
             traffic: Arc::new(Traffic::new(config.profile)),
             retry_budget: Arc::new(RetryBudget::new(Instant::now())),
             aborts,
+            live: LiveRequests::default(),
+            steps: Steps { unpredicted: config.step_timeout },
         };
         let mut tasks = RouterTasks::new();
         let spawner = tasks.spawner();

@@ -1,11 +1,13 @@
 //! A generation, with the seat it runs on.
 
+use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use futures::Stream;
-use microserving_client::ChunkStream;
+use microserving_client::{ChunkStream, ClientError};
 use microserving_protocol::{CompletionResponse, FinishReason};
+use tokio::time::{Instant, Sleep, sleep_until};
 use tokio_util::sync::WaitForCancellationFutureOwned;
 
 use crate::predict::StreamTimer;
@@ -22,12 +24,26 @@ pub(crate) struct Generating {
     lost: Pin<Box<WaitForCancellationFutureOwned>>,
     begun: bool,
     finished: bool,
+    /// When the first chunk must be here, and the clock that says so once it is needed.
+    first_by: Option<Instant>,
+    clock: Option<Pin<Box<Sleep>>>,
 }
 
 impl Generating {
-    pub(crate) fn new(chunks: ChunkStream, seat: Seat, timer: StreamTimer) -> Self {
+    pub(crate) fn new(
+        chunks: ChunkStream,
+        seat: Seat,
+        timer: StreamTimer,
+        first_by: Option<Instant>,
+    ) -> Self {
         let lost = Box::pin(seat.engine().lost().cancelled_owned());
-        Self { chunks, seat: Some(seat), timer, lost, begun: false, finished: false }
+        Self { chunks, seat: Some(seat), timer, lost, begun: false, finished: false, first_by, clock: None }
+    }
+
+    /// Waits until the first chunk is too late.
+    fn poll_clock(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let Some(first_by) = self.first_by.filter(|_| !self.begun) else { return Poll::Pending };
+        self.clock.get_or_insert_with(|| Box::pin(sleep_until(first_by))).as_mut().poll(cx)
     }
 
     fn take(&mut self, chunk: CompletionResponse) -> Result<CompletionResponse, Error> {
@@ -63,7 +79,12 @@ impl Stream for Generating {
         let item = match self.chunks.as_mut().poll_next(cx) {
             Poll::Pending if self.lost.as_mut().poll(cx).is_pending() => {
                 self.timer.waits();
-                return Poll::Pending;
+                if self.poll_clock(cx).is_pending() {
+                    return Poll::Pending;
+                }
+                let engine =
+                    self.seat.as_ref().map_or_else(String::new, |seat| seat.engine().name().to_owned());
+                Some(Err(ClientError::Timeout { engine }))
             }
             Poll::Pending => self.seat.as_ref().map(|seat| Err(seat.engine().lost_error())),
             Poll::Ready(item) => item,

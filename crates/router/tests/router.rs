@@ -31,3 +31,5 @@ mod patterns;
 mod placing;
 #[path = "router/relay.rs"]
 mod relay;
+#[path = "router/resuming.rs"]
+mod resuming;

@@ -99,6 +99,12 @@ pub(crate) struct Options {
           help_heading = "Routing", value_parser = positive_seconds)]
     pub(crate) request_timeout_seconds: Duration,
 
+    /// Seconds that one step of a request may take (prep_recv, remote_send, the first token) where no engine's profile predicts
+    /// anything; otherwise four times what is predicted and a second.
+    #[arg(long, env = "MICROSERVING_STEP_TIMEOUT_SECONDS", value_name = "SECONDS", default_value = "60",
+          help_heading = "Routing", value_parser = positive_seconds)]
+    pub(crate) step_timeout_seconds: Duration,
+
     /// Requests served at once; more wait.
     #[arg(long, env = "MICROSERVING_MAX_IN_FLIGHT", value_name = "N", default_value = "4096",
           help_heading = "Routing", value_parser = clap::value_parser!(u32).range(1..))]

@@ -38,6 +38,7 @@ pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
     config.pattern = options.pattern.clone();
     config.placement = options.placement;
     config.request_timeout = options.request_timeout_seconds;
+    config.step_timeout = options.step_timeout_seconds;
     config.max_in_flight = options.max_in_flight as usize;
     config.relay = options.relay;
     config.max_queued = options.max_queued as usize;

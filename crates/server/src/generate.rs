@@ -32,6 +32,8 @@ pub(crate) struct Generation {
     pub(crate) begin: u32,
     /// Where the true prompt ends.
     pub(crate) generated_from: u32,
+    /// What the sampler calls the first choice.
+    pub(crate) first_choice: u32,
     /// Attach to a running stream.
     pub(crate) resume_from: Option<u32>,
     /// The caller's deadline.
@@ -151,6 +153,7 @@ pub(crate) async fn generate(
         begin: generation.begin,
         generated_from: generation.generated_from,
         n: params.n,
+        first_choice: generation.first_choice,
         sampling: params.sampling,
         max_tokens: params.max_tokens,
         min_tokens: params.min_tokens,

@@ -212,6 +212,7 @@ pub(crate) mod fields {
     pub(crate) const START_GENERATE: &[Field] = &[
         required("begin", "integer", "where prefilling begins; the prepared end if there is one"),
         field("generated_from", "integer", "where the prompt ends and replayed output begins"),
+        field("choice_index", "integer", "what the sampler calls the first choice"),
         field("resume_from", "integer", "attach to a running stream from this token on"),
     ];
 

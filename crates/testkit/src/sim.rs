@@ -200,10 +200,11 @@ fn draw_request(world: &World, dice: &mut Dice, name: String) -> Request {
     };
     let share = dice.pick(&[0.1, 0.25, 0.5, 1.0]);
     let by_router = dice.chance(options.by_router);
-    let known_to_all = [Pattern::DataParallel, Pattern::PrefillDecode, Pattern::Balanced(share)];
+    let known_to_router =
+        [Pattern::DataParallel, Pattern::PrefillDecode, Pattern::Balanced(share), Pattern::Move];
     let known_to_us =
         [Pattern::PrefillDecode, Pattern::Balanced(share), Pattern::TwoSenders, Pattern::Migrate];
-    let pattern = if by_router { dice.pick(&known_to_all) } else { dice.pick(&known_to_us) };
+    let pattern = if by_router { dice.pick(&known_to_router) } else { dice.pick(&known_to_us) };
     let salt: Arc<str> = if dice.chance(0.1) { "tenant".into() } else { "".into() };
     let mut oracle = world.oracle.lock().unwrap_or_else(PoisonError::into_inner);
     let reference = Arc::new(oracle.run(&prompt, &sampling, max_output, &salt));
@@ -247,6 +248,11 @@ fn spawn_client(world: &Arc<World>, request: Request, dice: Dice) -> (String, Jo
         } else {
             use_program(&world, request, dice).await
         };
+        if let Outcome::Refused(ended) = &outcome
+            && world.options.must_answer
+        {
+            world.violate(Invariant::Ends, format!("a request was not answered: {ended:?}"));
+        }
         let mut state = world.state();
         match outcome {
             Outcome::Done => state.tally.done += 1,
@@ -373,6 +379,7 @@ async fn probe(world: &Arc<World>, dice: &mut Dice) {
         (Pattern::DataParallel, true),
         (Pattern::PrefillDecode, true),
         (Pattern::Balanced(0.3), true),
+        (Pattern::Move, true),
         (Pattern::DataParallel, false),
         (Pattern::PrefillDecode, false),
         (Pattern::TwoSenders, false),

@@ -94,6 +94,9 @@ impl Engine {
         check_bound("begin", call.begin, call.begin < len, &format!("below {len}, the prompt's length"))?;
         let most = self.config.max_choices;
         check_bound("n", call.n, (1..=most).contains(&call.n), &format!("in [1, {most}]"))?;
+        let last = most - call.n;
+        let first = call.first_choice;
+        check_bound("choice_index", first, first <= last, &format!("in [0, {last}]"))?;
         let from = call.generated_from;
         check_bound("generated_from", from, (1..=len).contains(&from), &format!("in [1, {len}]"))?;
         let replays = from < len;
@@ -224,7 +227,7 @@ impl Engine {
         let mut constraints = std::mem::take(&mut call.constraints).into_iter();
         (0..call.n)
             .map(|index| {
-                let mut sampler = Sampler::new(call.sampling.clone(), index, prompt)
+                let mut sampler = Sampler::new(call.sampling.clone(), call.first_choice + index, prompt)
                     .with_min_tokens(call.min_tokens, &ends);
                 if let Some(constraint) = constraints.next() {
                     sampler = sampler.with_constraint(constraint);
@@ -245,7 +248,7 @@ fn replay_error(error: &SampleError) -> EngineError {
 /// Hashes what decides a generation's tokens; who waits for them, and how long, is no part of it.
 fn start_hash(call: &StartGenerate) -> u64 {
     body_hash(&(
-        (&call.prompt, call.begin, call.generated_from, call.n),
+        (&call.prompt, call.begin, call.generated_from, call.n, call.first_choice),
         // Floats have no `Hash`; their shortest text is exact.
         format!("{:?}", call.sampling),
         (call.max_tokens, call.min_tokens, &call.stop_tokens, call.ignore_eos),

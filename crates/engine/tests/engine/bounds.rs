@@ -50,6 +50,9 @@ fn start_generate_names_the_field() {
     check(StartGenerate { n: 0, ..base() }, "n");
     check(StartGenerate { n: 17, ..base() }, "n");
     check(StartGenerate { n: 2, generated_from: 39, ..base() }, "n");
+    check(StartGenerate { first_choice: 16, ..base() }, "choice_index");
+    check(StartGenerate { n: 2, first_choice: 15, ..base() }, "choice_index");
+    check(StartGenerate { first_choice: u32::MAX, ..base() }, "choice_index");
     check(StartGenerate { generated_from: 0, ..base() }, "generated_from");
     check(StartGenerate { generated_from: 41, ..base() }, "generated_from");
     check(StartGenerate { max_tokens: Some(0), ..base() }, "max_tokens");

@@ -209,6 +209,30 @@ fn replayed_output_continues_where_it_stopped() {
 }
 
 #[test]
+fn one_choice_of_several_continues_with_its_own_draws() {
+    let call = StartGenerate { sampling: seeded(), n: 3, ..start(Some(key("a")), &prompt(37), 0, 24) };
+    let together = reference(&call);
+    for (choice, wanted) in (0..).zip(&together.tokens) {
+        for replayed in [0, 1, 23] {
+            let mut longer = call.prompt.to_vec();
+            longer.extend_from_slice(&wanted[..replayed]);
+            let resumed = StartGenerate {
+                n: 1,
+                first_choice: choice,
+                prompt: longer.into(),
+                generated_from: 37,
+                ..again(&call)
+            };
+            let mut rig = Rig::new(1);
+            let output = rig.start(0, resumed).expect("started");
+            assert_eq!(output.only(), &wanted[replayed..], "choice {choice} after {replayed}");
+            rig.assert_idle();
+        }
+    }
+    assert_ne!(together.tokens[0], together.tokens[1], "or the test says nothing");
+}
+
+#[test]
 fn what_is_computed_stays_cached_prompt_and_output() {
     let mut rig = Rig::new(1);
     let call = start(None, &prompt(40), 0, 30);

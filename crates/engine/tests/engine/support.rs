@@ -98,6 +98,7 @@ pub(crate) fn start(
         begin,
         generated_from: u32::try_from(prompt.len()).expect("short"),
         n: 1,
+        first_choice: 0,
         sampling: SamplingParams::greedy(),
         max_tokens: Some(max_tokens),
         min_tokens: 0,

@@ -88,13 +88,15 @@ impl TryFrom<wire::RemoteSendRequest> for RemoteSendRequest {
 
 impl From<&StartGenerateRequest> for wire::StartGenerateRequest {
     fn from(request: &StartGenerateRequest) -> Self {
-        let StartGenerateRequest { completion, call, begin, generated_from, resume_from } = request;
+        let StartGenerateRequest { completion, call, begin, generated_from, choice_index, resume_from } =
+            request;
         Self {
             completion: Some(completion.into()),
             call: Some(call.into()),
             begin: *begin,
             generated_from: *generated_from,
             resume_from: *resume_from,
+            choice_index: *choice_index,
         }
     }
 }
@@ -103,9 +105,10 @@ impl TryFrom<wire::StartGenerateRequest> for StartGenerateRequest {
     type Error = ApiError;
 
     fn try_from(message: wire::StartGenerateRequest) -> Result<Self, ApiError> {
-        let wire::StartGenerateRequest { completion, call, begin, generated_from, resume_from } = message;
+        let wire::StartGenerateRequest { completion, call, begin, generated_from, resume_from, choice_index } =
+            message;
         let (completion, call) = common(completion, call)?;
-        Self { completion, call, begin, generated_from, resume_from }.checked()
+        Self { completion, call, begin, generated_from, choice_index, resume_from }.checked()
     }
 }
 

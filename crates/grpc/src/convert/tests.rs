@@ -185,7 +185,8 @@ proptest! {
         prop_assert_eq!(RemoteSendRequest::try_from(sent(&message)), Ok(send.clone()));
         let RemoteSendRequest { completion, call, .. } = send;
         let generated_from = with_replay.then_some(1);
-        let start = StartGenerateRequest { completion, call, begin, generated_from, resume_from };
+        let start =
+            StartGenerateRequest { completion, call, begin, generated_from, choice_index: resume_from, resume_from };
         let message = wire::StartGenerateRequest::from(&start);
         prop_assert_eq!(StartGenerateRequest::try_from(sent(&message)), Ok(start));
     }

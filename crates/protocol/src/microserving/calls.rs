@@ -211,7 +211,7 @@ pub struct RemoteSendResponse {
 }
 
 /// `POST /microserving/start_generate`.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct StartGenerateRequest {
     /// The request to serve.
     #[serde(flatten)]
@@ -224,6 +224,9 @@ pub struct StartGenerateRequest {
     /// Where the prompt ends and replayed output begins; none is the end of the prompt.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub generated_from: Option<u32>,
+    /// What the sampler calls the first choice; none is 0. One choice of several continues with the draws that are its own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub choice_index: Option<u32>,
     /// Attach to a running stream and replay its tokens from this index.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resume_from: Option<u32>,
@@ -238,9 +241,10 @@ impl StartGenerateRequest {
         let mut fields = Fields::parse(body)?;
         let begin = fields.int("begin")?;
         let generated_from = fields.opt_u32("generated_from")?;
+        let choice_index = fields.opt_u32("choice_index")?;
         let resume_from = fields.opt_u32("resume_from")?;
         let (completion, call) = request(&mut fields)?;
-        Self { completion, call, begin, generated_from, resume_from }.checked()
+        Self { completion, call, begin, generated_from, choice_index, resume_from }.checked()
     }
 
     /// Checks what is out of bounds by itself.
@@ -433,6 +437,14 @@ mod tests {
         check(
             r#"{"prompt":[1,2],"begin":"1","generated_from":1,"resume_from":0,"seed":5}"#,
             &expect![[r#"{"prompt":[1,2],"seed":5,"n":1,"begin":1,"generated_from":1,"resume_from":0}"#]],
+        );
+        check(
+            r#"{"prompt":[1,2],"begin":0,"choice_index":"3"}"#,
+            &expect![[r#"{"prompt":[1,2],"n":1,"begin":0,"choice_index":3}"#]],
+        );
+        check(
+            r#"{"prompt":[1,2],"begin":0,"choice_index":-1}"#,
+            &expect!["400: choice_index is -1, must be in [0, 4294967295] [choice_index]"],
         );
         check(
             r#"{"prompt":[1,2],"begin":1,"generated_from":3}"#,

@@ -7,7 +7,6 @@ use axum::Json;
 use axum::body::{Body, Bytes};
 use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse, Response};
-use futures::StreamExt;
 use microserving_client::CallContext;
 use microserving_protocol::{
     ApiError, ChatStream, CompletionRequest, CompletionResponse, SSE_DONE, SeqId, chat_response, sse_event,
@@ -19,11 +18,12 @@ use super::answer::Answer;
 use super::headers;
 use super::respond::Failure;
 use crate::admission::Place;
-use crate::attempts::{self, Opened, describe, in_time};
+use crate::answering::Answering;
+use crate::attempts::{self, describe};
 use crate::metrics::RequestRecord;
 use crate::pattern::Chosen;
 use crate::stats::StatsCell;
-use crate::{Error, Program, Request, RouterService, TokenStream};
+use crate::{Error, Program, Request, RouterService};
 
 /// How one client wants its answer.
 pub(crate) struct Delivery {
@@ -61,15 +61,16 @@ pub(crate) async fn deliver(
     let call = delivery.answer.call.clone();
     let seq_id = request.seq_id().clone();
     let outcome = if delivery.stream {
-        match attempts::open(&service.shared, &*delivery.program, &request, &call).await {
-            Ok(opened) => {
-                pattern = opened.stats.pattern().unwrap_or(pattern);
-                Ok(Events::begin(service, request, delivery, opened, record, place).into_response())
+        match attempts::open(&service.shared, &delivery.program, request, &call).await {
+            Ok((first, rest)) => {
+                pattern = rest.stats().pattern().unwrap_or(pattern);
+                Ok(Events::begin(service, seq_id.clone(), delivery, first, rest, record, place)
+                    .into_response())
             }
             Err(error) => Err((error, record)),
         }
     } else {
-        match whole(service, &request, delivery, &place).await {
+        match whole(service, request, delivery, &place).await {
             Ok((response, instead)) => {
                 pattern = instead.unwrap_or(pattern);
                 record.set_status(200);
@@ -92,19 +93,20 @@ pub(crate) async fn deliver(
 /// Returns the answer, and the pattern that served if it is another one than asked for.
 async fn whole(
     service: &RouterService,
-    request: &Request,
+    request: Request,
     delivery: Delivery,
     place: &Place,
 ) -> Result<(Response, Option<String>), Error> {
     let Delivery { mut answer, program, chat, .. } = delivery;
+    let seq_id = request.seq_id().clone();
     let metrics = &service.shared.metrics;
     let call = answer.call.clone();
-    let (whole, stats) = attempts::collect(&service.shared, &*program, request, &call, || {
+    let (whole, stats) = attempts::collect(&service.shared, &program, request, &call, || {
         answer.note_chunk(metrics);
         place.note_token();
     })
     .await?;
-    let whole = answer.whole(request.seq_id(), whole, &stats, metrics);
+    let whole = answer.whole(&seq_id, whole, &stats, metrics);
     let response =
         if chat { Json(chat_response(whole)).into_response() } else { Json(whole).into_response() };
     Ok((response, stats.pattern()))
@@ -125,13 +127,12 @@ fn note_failure(error: &Error, request_id: Option<&str>, seq_id: &SeqId) -> ApiE
 /// A stream on its way to a client; the client's pace decides when the next chunk is asked for.
 struct Events {
     service: Arc<RouterService>,
-    request: Request,
+    seq_id: SeqId,
     answer: Answer,
     chat: Option<ChatStream>,
-    stats: StatsCell,
     first: Option<CompletionResponse>,
     /// Gone after the last event.
-    rest: Option<TokenStream>,
+    rest: Option<Answering>,
     record: RequestRecord,
     place: Place,
 }
@@ -139,20 +140,20 @@ struct Events {
 impl Events {
     fn begin(
         service: &Arc<RouterService>,
-        request: Request,
+        seq_id: SeqId,
         delivery: Delivery,
-        opened: Opened,
+        first: CompletionResponse,
+        rest: Answering,
         record: RequestRecord,
         place: Place,
     ) -> Self {
         Self {
             service: service.clone(),
-            request,
+            seq_id,
             answer: delivery.answer,
             chat: delivery.chat.then(ChatStream::new),
-            stats: opened.stats,
-            first: Some(opened.first),
-            rest: Some(opened.rest),
+            first: Some(first),
+            rest: Some(rest),
             record,
             place,
         }
@@ -170,19 +171,20 @@ impl Events {
         (headers, Body::from_stream(events)).into_response()
     }
 
-    /// Returns the next event. After the first token nothing is made again: an error is an event, and the last one.
+    /// Returns the next event. After the first token an error is an event, and the last one.
     async fn next(&mut self) -> Option<Bytes> {
         loop {
             let rest = self.rest.as_mut()?;
             let chunk = match self.first.take() {
                 Some(first) => Ok(Some(first)),
-                None => in_time(&self.answer.call, async { rest.next().await.transpose() }).await,
+                None => rest.next().await,
             };
             match chunk {
                 Ok(Some(chunk)) => {
                     self.answer.note_chunk(&self.service.shared.metrics);
                     self.place.note_token();
-                    if let Some(bytes) = self.frame(chunk) {
+                    let stats = rest.stats().clone();
+                    if let Some(bytes) = self.frame(chunk, &stats) {
                         return Some(bytes);
                     }
                 }
@@ -194,7 +196,7 @@ impl Events {
                 Err(error) => {
                     self.rest = None;
                     let id = self.answer.call.request_id.as_deref();
-                    let told = note_failure(&error, id, self.request.seq_id());
+                    let told = note_failure(&error, id, &self.seq_id);
                     self.record.set_status(told.status);
                     return Some(sse_event(&told.to_event()).into());
                 }
@@ -202,9 +204,9 @@ impl Events {
         }
     }
 
-    fn frame(&mut self, chunk: CompletionResponse) -> Option<Bytes> {
+    fn frame(&mut self, chunk: CompletionResponse, stats: &StatsCell) -> Option<Bytes> {
         let metrics = &self.service.shared.metrics;
-        let chunk = self.answer.chunk(self.request.seq_id(), chunk, &self.stats, metrics)?;
+        let chunk = self.answer.chunk(&self.seq_id, chunk, stats, metrics)?;
         Some(match &mut self.chat {
             Some(chat) => sse_event(&chat.convert(chunk)).into(),
             None => sse_event(&chunk).into(),

@@ -6,6 +6,7 @@ mod deliver;
 mod generate;
 mod headers;
 mod info;
+mod moves;
 mod openapi;
 mod respond;
 mod scripts;

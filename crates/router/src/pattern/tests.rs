@@ -41,14 +41,17 @@ fn names_and_parameters() {
         ("balanced:speed=1", r#"pattern "balanced" has no speed, "1" was given"#),
         ("balanced:0.1,0.2", r#"pattern "balanced" has the parameter "0.2", must be written key=value"#),
         ("balanced:=1", r#"pattern "balanced" has the parameter "=1", must be written key=value"#),
+        ("migrate", "migrate:16"),
+        ("migrate:after_tokens=3", "migrate:3"),
+        ("migrate:0", r#"pattern "migrate" has the after_tokens "0", must be in [1, 1000000]"#),
         ("data_parallel:0.5", r#"pattern "data_parallel" takes no parameter, "0.5" was given"#),
         (
             "",
-            r#"pattern "" does not exist, must be one of adaptive, balanced, data_parallel, prefill_decode"#,
+            r#"pattern "" does not exist, must be one of adaptive, balanced, data_parallel, migrate, prefill_decode"#,
         ),
         (
             "x",
-            r#"pattern "x" does not exist, must be one of adaptive, balanced, data_parallel, prefill_decode"#,
+            r#"pattern "x" does not exist, must be one of adaptive, balanced, data_parallel, migrate, prefill_decode"#,
         ),
     ] {
         assert_eq!(check(text), expected);
@@ -156,7 +159,7 @@ fn programs_come_and_go_while_requests_keep_theirs() {
     assert_eq!(format!("{:?}", before.program), format!("{:?}", Balanced::new(0.5).expect("in range")));
     patterns.unregister("balanced").expect("not in use");
     assert_eq!(patterns.unregister("balanced").expect_err("gone").field(), "name");
-    assert_eq!(patterns.names(), ["adaptive", "data_parallel", "prefill_decode"]);
+    assert_eq!(patterns.names(), ["adaptive", "data_parallel", "migrate", "prefill_decode"]);
 }
 
 #[test]

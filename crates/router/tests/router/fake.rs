@@ -71,7 +71,13 @@ struct Inner {
     incarnation: u64,
     load: u32,
     first_token: Duration,
+    hides_tokens: bool,
+    /// What the next one of several engines does that is asked to generate.
+    shared: Option<Acts>,
 }
+
+/// What engines do that share it, in the order in which they are asked.
+pub(crate) type Acts = Arc<Mutex<Vec<Act>>>;
 
 /// A scripted engine. Generates the letters a, b, c… one a chunk.
 #[derive(Debug)]
@@ -105,6 +111,11 @@ impl Fake {
         self.with(|inner| inner.generate.push_back(act));
     }
 
+    /// Does what comes next of what several engines share.
+    pub(crate) fn on_generate_next(&self, acts: &Acts) {
+        self.with(|inner| inner.shared = Some(acts.clone()));
+    }
+
     pub(crate) fn set_ready(&self, ready: bool) {
         self.with(|inner| inner.ready = ready);
     }
@@ -127,6 +138,11 @@ impl Fake {
 
     pub(crate) fn set_load(&self, requests: u32) {
         self.with(|inner| inner.load = requests);
+    }
+
+    /// Answers without token ids, as an engine that does not know them.
+    pub(crate) fn hide_tokens(&self) {
+        self.with(|inner| inner.hides_tokens = true);
     }
 
     pub(crate) fn reboot(&self) {
@@ -166,25 +182,40 @@ impl Fake {
         }
     }
 
-    fn chunks(&self, request: &CompletionRequest, act: &Act, matched: u32) -> ChunkStream {
+    /// Goes on after the letters that come with the request.
+    fn chunks(
+        &self,
+        request: &CompletionRequest,
+        generated_from: Option<u32>,
+        act: &Act,
+        matched: u32,
+    ) -> ChunkStream {
         let engine = self.name.clone();
         let num_tokens = u32::try_from(request.max_tokens.unwrap_or(3)).expect("small");
         let prompt_len = u32::try_from(request.prompt.tokens().expect("tokens").len()).expect("small");
         let n = u32::try_from(request.n).expect("small");
-        let chunk = |index: u32, text: &str, finish_reason| {
-            let choice = CompletionChoice { index, text: text.into(), finish_reason, ..Default::default() };
+        let true_len = generated_from.unwrap_or(prompt_len);
+        let wants_ids = request.return_token_ids && !self.with(|inner| inner.hides_tokens);
+        let chunk = |index: u32, letter: Option<char>, finish_reason| {
+            let choice = CompletionChoice {
+                index,
+                text: letter.map(String::from).unwrap_or_default(),
+                finish_reason,
+                token_ids: letter.filter(|_| wants_ids).map(|letter| vec![TokenId(letter.into())]),
+                ..Default::default()
+            };
             CompletionResponse::new("engine-id", 1, "engine-model", vec![choice])
         };
         let mut items: Vec<Result<CompletionResponse, ClientError>> = Vec::new();
-        for i in 0..num_tokens {
+        for i in prompt_len - true_len..num_tokens {
             for index in 0..n {
                 let letter = char::from(b'a' + u8::try_from(i).expect("small"));
                 let last = (i + 1 == num_tokens).then_some(FinishReason::Length);
-                items.push(Ok(chunk(index, &letter.to_string(), last)));
+                items.push(Ok(chunk(index, Some(letter), last)));
             }
         }
         let mut usage = CompletionResponse::new("engine-id", 1, "engine-model", vec![]);
-        usage.usage = Some(Usage::new(prompt_len, num_tokens * n, matched));
+        usage.usage = Some(Usage::new(true_len, num_tokens * n, matched));
         items.push(Ok(usage));
         let mut hang = false;
         match act {
@@ -198,7 +229,7 @@ impl Fake {
             }
             Act::PreemptAfter(k) => {
                 items.truncate(*k);
-                items.push(Ok(chunk(0, "", Some(FinishReason::Preempt))));
+                items.push(Ok(chunk(0, None, Some(FinishReason::Preempt))));
             }
             Act::EndAfter(k) => items.truncate(*k),
             Act::HangAfter(k) => {
@@ -269,13 +300,16 @@ impl EngineCalls for Fake {
         request: &StartGenerateRequest,
     ) -> Result<ChunkStream, ClientError> {
         self.note("start_generate", cx, serde_json::to_value(request).expect("serialises"));
-        let (act, matched) = self.with(|inner| (inner.generate.pop_front(), inner.matched));
+        let (act, matched) = self.with(|inner| {
+            let shared = inner.shared.as_ref().and_then(|acts| acts.lock().expect("not poisoned").pop());
+            (shared.or_else(|| inner.generate.pop_front()), inner.matched)
+        });
         let act = self.act(cx, act).await?;
         let first_token = self.with(|inner| inner.first_token);
         if !first_token.is_zero() {
             tokio::time::sleep(first_token).await;
         }
-        Ok(self.chunks(&request.completion, &act, matched))
+        Ok(self.chunks(&request.completion, request.generated_from, &act, matched))
     }
 
     async fn abort(&self, cx: &CallContext, request: &AbortRequest) -> Result<AbortResponse, ClientError> {
@@ -293,7 +327,7 @@ impl EngineCalls for Fake {
         _: &CallContext,
         request: &CompletionRequest,
     ) -> Result<ChunkStream, ClientError> {
-        Ok(self.chunks(request, &Act::Work, 0))
+        Ok(self.chunks(request, None, &Act::Work, 0))
     }
 
     async fn models(&self, _: &CallContext) -> Result<ModelList, ClientError> {

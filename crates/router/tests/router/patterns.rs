@@ -151,7 +151,11 @@ async fn the_pattern_changes_while_requests_run() {
     let answer = world.get("/admin/v1/pattern").await.json();
     assert_eq!(
         answer,
-        json!({"name": "data_parallel", "available": ["adaptive", "balanced", "data_parallel", "prefill_decode"], "revision": 1})
+        json!({
+            "name": "data_parallel",
+            "available": ["adaptive", "balanced", "data_parallel", "migrate", "prefill_decode"],
+            "revision": 1,
+        })
     );
     let changed = world.call("PUT", "/admin/v1/pattern", &[], r#"{"name":"balanced","ratio":0.5}"#).await;
     assert_eq!((changed.status.as_u16(), &changed.json()["ratio"]), (200, &json!(0.5)));

@@ -64,6 +64,7 @@ pub(crate) async fn serve(
         prompt_text,
         begin,
         generated_from,
+        first_choice: request.choice_index.unwrap_or(0),
         resume_from: request.resume_from,
         timeout: request.call.timeout,
         stats,
@@ -78,7 +79,9 @@ fn check_replay(resume_from: Option<u32>, generated_from: u32, len: u32, n: u32)
         return Ok(());
     }
     if n != 1 {
-        let message = format!("n is {n}, must be 1 when generated_from marks output of an earlier attempt");
+        let message = format!(
+            "n is {n}, must be 1 when generated_from marks output of an earlier attempt; choice_index says of which choice"
+        );
         return Err(ApiError::bad_request("n", message));
     }
     if resume_from.is_some() {

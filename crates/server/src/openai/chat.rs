@@ -41,6 +41,7 @@ pub(crate) async fn chat_completions(
         prompt_text: None,
         begin: 0,
         generated_from,
+        first_choice: 0,
         resume_from: None,
         timeout,
         stats: wants_stats(&headers),

@@ -43,6 +43,7 @@ pub(crate) async fn completions(
         prompt_text,
         begin: 0,
         generated_from,
+        first_choice: 0,
         resume_from: None,
         timeout,
         stats: wants_stats(&headers),

@@ -59,6 +59,7 @@ fn generate(tokens: &[u32], max_tokens: i64, seq_id: &str, begin: i64) -> StartG
         begin,
         generated_from: None,
         resume_from: None,
+        choice_index: None,
     }
 }
 

@@ -255,6 +255,7 @@ impl Fields {
             begin: self.int("begin").unwrap(),
             generated_from: self.int("generated_from"),
             resume_from: self.int("resume_from"),
+            choice_index: None,
             completion: Some(self.completion()),
         }
     }

@@ -242,6 +242,7 @@ fn http_request(request: &Request) -> axum::http::Request<Body> {
     let pattern = match request.pattern {
         Pattern::DataParallel => "data_parallel".to_owned(),
         Pattern::Balanced(share) => format!("balanced:{share}"),
+        Pattern::Move => "migrate:3".to_owned(),
         Pattern::PrefillDecode | Pattern::TwoSenders | Pattern::Migrate => "prefill_decode".to_owned(),
     };
     axum::http::Request::post("/v1/completions")

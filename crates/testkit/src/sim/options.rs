@@ -69,6 +69,8 @@ pub struct SimOptions {
     /// Mean time between calls of a stranger: forged addresses, values out of bounds, requests that do not exist; `None` is
     /// never.
     pub stranger_every: Option<Duration>,
+    /// Engines enough live at any time, so that the router must answer every request in full.
+    pub must_answer: bool,
     /// Faults at exact places; see [`super::FaultPoint`].
     pub faults_at: Vec<super::FaultPoint>,
 }
@@ -151,6 +153,7 @@ impl SimOptions {
             polite: 1.0,
             mutant: None,
             stranger_every: None,
+            must_answer: false,
             faults_at: Vec::new(),
         }
     }
@@ -237,6 +240,7 @@ impl SimOptions {
             polite: dice.pick(&[1.0, 0.7, 0.0]),
             mutant: None,
             stranger_every,
+            must_answer: false,
             faults_at: Vec::new(),
         }
     }

@@ -91,7 +91,7 @@ impl Program {
         let len = prompt.len() as u32;
         let decoder = engines[0];
         match self.request.pattern {
-            Pattern::DataParallel => self.generate(decoder, &prompt, 0, self.key()).await,
+            Pattern::DataParallel | Pattern::Move => self.generate(decoder, &prompt, 0, self.key()).await,
             Pattern::PrefillDecode => self.split(engines, &prompt, len - 1, 1).await,
             Pattern::Balanced(share) => {
                 let left = (f64::from(len) * share).ceil() as u32;
@@ -220,6 +220,7 @@ impl Program {
             begin,
             generated_from: self.request.prompt.len() as u32,
             n: 1,
+            first_choice: 0,
             sampling: self.request.sampling.clone(),
             max_tokens: Some(self.request.max_output),
             min_tokens: 0,

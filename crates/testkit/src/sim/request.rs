@@ -22,6 +22,8 @@ pub(crate) enum Pattern {
     TwoSenders,
     /// The context is copied and committed first; then the request is plain.
     Migrate,
+    /// The running request moves to another engine after some tokens; the router's own pattern.
+    Move,
 }
 
 /// A request.

@@ -73,6 +73,7 @@ fn start(key: CallKey, prompt: Vec<TokenId>, begin: u32, n: u32) -> StartGenerat
         generated_from: prompt.len() as u32,
         prompt: prompt.into(),
         n,
+        first_choice: 0,
         sampling: SamplingParams::greedy(),
         max_tokens: Some(4),
         min_tokens: 0,

@@ -8,7 +8,7 @@ fn a_calm_run_answers_everything() {
         let report = run(seed, &SimOptions::calm());
         assert!(report.is_ok(), "{report}");
         let tally = report.tally;
-        assert_eq!((tally.done, tally.failed, tally.cancelled), (24 + 7, 0, 0), "{report}");
+        assert_eq!((tally.done, tally.failed, tally.cancelled), (24 + 8, 0, 0), "{report}");
         assert!(tally.sent_tokens > 100 && tally.matched_tokens > 0 && tally.tokens > 50, "{tally:?}");
     }
 }
@@ -96,7 +96,8 @@ fn assert_none(bad: &[Report]) {
 #[test]
 fn a_death_at_any_point_is_survived() {
     for by_router in [0.0, 1.0] {
-        let (bad, num_runs) = run_every_point(1, &SimOptions { by_router, ..small() });
+        // One engine dies of three: what the router serves is answered all the same, whatever had come by then.
+        let (bad, num_runs) = run_every_point(1, &SimOptions { by_router, must_answer: true, ..small() });
         assert!(num_runs > 100, "{num_runs}");
         assert_none(&bad);
     }

@@ -8,15 +8,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use async_trait::async_trait;
 use microserving_client::{CallContext, ChunkStream, ClientError, EngineCalls};
 use microserving_engine::{
-    Abort, Call, CallKey, CallOptions, Commit, EngineError, EngineState, GenerateEvent, GenerateUsage,
+    Abort, Call, CallKey, CallOptions, Commit, EngineError, EngineState, GenerateEvent, GenerateUsage, Pause,
     PrepRecv, RemoteSend, Reply, StartGenerate,
 };
 use microserving_protocol::{
     AbortRequest, AbortResponse, ApiError, Attempt, CommitRequest, CommitResponse, CompletionChoice,
     CompletionRequest, CompletionResponse, CountersView, GenerationParams, ModelCard, ModelList, PagesView,
-    PrepRecvRequest, PrepRecvResponse, RemoteSendRequest, RemoteSendResponse, StartGenerateRequest,
-    StateView, TokenId, Usage, addr_from_text, addr_to_text, normalise_begin, normalise_prep_end,
-    normalise_send_range,
+    PauseRequest, PauseResponse, PrepRecvRequest, PrepRecvResponse, RemoteSendRequest, RemoteSendResponse,
+    StartGenerateRequest, StateView, TokenId, Usage, addr_from_text, addr_to_text, normalise_begin,
+    normalise_prep_end, normalise_send_range,
 };
 use microserving_transport::Refusal;
 
@@ -183,6 +183,7 @@ impl EngineCalls for SimEngine {
             begin,
             generated_from,
             n: params.n,
+            first_choice: request.choice_index.unwrap_or(0),
             sampling: params.sampling.clone(),
             max_tokens: params.max_tokens,
             min_tokens: params.min_tokens,
@@ -231,6 +232,14 @@ impl EngineCalls for SimEngine {
         }
     }
 
+    async fn pause(&self, cx: &CallContext, request: &PauseRequest) -> Result<PauseResponse, ClientError> {
+        let call = Pause { seq_id: request.seq_id.clone(), attempt: request.attempt };
+        match self.call(cx, Call::Pause(call)).await? {
+            Reply::Paused(reply) => Ok(PauseResponse { token_ids: reply.tokens, microserving: None }),
+            other => Err(self.odd(&other)),
+        }
+    }
+
     async fn completions(
         &self,
         cx: &CallContext,
@@ -238,8 +247,7 @@ impl EngineCalls for SimEngine {
     ) -> Result<ChunkStream, ClientError> {
         let call = microserving_protocol::CallOptions::default();
         let completion = request.clone();
-        let plain =
-            StartGenerateRequest { completion, call, begin: 0, generated_from: None, resume_from: None };
+        let plain = StartGenerateRequest { completion, call, ..StartGenerateRequest::default() };
         self.start_generate(cx, &plain).await
     }
 

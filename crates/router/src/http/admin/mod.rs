@@ -24,7 +24,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::respond::Failure;
-use super::{Route, scripts};
+use super::{Route, moves, scripts};
 use crate::RouterService;
 use crate::control::Change;
 
@@ -86,6 +86,16 @@ pub(super) fn routes() -> Vec<Route> {
             &[("get", "The configuration of a revision")],
         ),
         route("/admin/v1/rollback", post(config::rollback), &[("post", "Return to a revision")]),
+        route(
+            "/admin/v1/migrate",
+            post(moves::request),
+            &[("post", "Move a running request to another engine")],
+        ),
+        route(
+            "/admin/v1/contexts/migrate",
+            post(moves::context),
+            &[("post", "Copy a prompt's KV from one engine's cache to another's")],
+        ),
         route("/admin/v1/scripts", get(scripts::list), &[("get", "The scripts there are")]),
         route(
             "/admin/v1/scripts/{name}",
