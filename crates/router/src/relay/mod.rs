@@ -72,6 +72,7 @@ pub(crate) async fn begin(
         troubles: Troubles::default(),
         stats: StatsCell::default(),
         moves_kv: false,
+        placed: std::sync::Arc::default(),
     };
     let mut seat = sit(service, ctx, &sketch)?;
     let sent = Instant::now();

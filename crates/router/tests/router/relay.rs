@@ -59,7 +59,7 @@ fn read(door: Door, body: &[u8]) -> Result<CompletionRequest, ApiError> {
 
 fn generate(completion: CompletionRequest) -> StartGenerateRequest {
     let call = CallOptions::default();
-    StartGenerateRequest { completion, call, begin: 0, generated_from: None, resume_from: None }
+    StartGenerateRequest { completion, call, begin: 0, ..StartGenerateRequest::default() }
 }
 
 fn usage(chunk: &CompletionResponse) -> Option<RelayUsage> {
