@@ -357,6 +357,7 @@ impl Bench {
             begin: 0,
             generated_from,
             n: 1,
+            first_choice: 0,
             sampling: SamplingParams::greedy(),
             max_tokens: Some(max_tokens),
             min_tokens: 0,
