@@ -104,6 +104,7 @@ async fn the_same_requests_are_sent_and_the_answers_read() {
                     call,
                     begin: 0,
                     generated_from: None,
+                    choice_index: None,
                     resume_from: None,
                 };
                 let chunks = engine.generate(&cx, &request, None).await.expect("begins");
