@@ -90,6 +90,8 @@ impl Rig {
             args.extend(["--engine".to_owned(), proxy.url().to_owned()]);
         }
         args.extend(["--min-engines".to_owned(), ENGINES.to_string()]);
+        // The proxies read HTTP/1.1, and a relayed stream makes one call, whose points would all be chunks.
+        args.extend(["--wire", "rest", "--relay", "false"].map(str::to_owned));
         let mut router =
             Daemon::spawn("router", &binary_dir()?.join("routerd"), &args, Duration::from_secs(20))?;
         router.wait_ready(Duration::from_secs(30))?;

@@ -82,7 +82,8 @@ fn a_running_request_moves_and_its_source_goes_last() -> Result<()> {
     }
     let args: Vec<String> =
         proxies.iter().flat_map(|proxy| ["--engine".to_owned(), proxy.url().to_owned()]).collect();
-    let args = [args, ["--min-engines", "2"].map(str::to_owned).to_vec()].concat();
+    let more = ["--min-engines", "2", "--wire", "rest", "--relay", "false"];
+    let args = [args, more.map(str::to_owned).to_vec()].concat();
     let mut router = Daemon::spawn("router", &binary_dir()?.join("routerd"), &args, Duration::from_secs(20))?;
     router.wait_ready(Duration::from_secs(30))?;
 
@@ -136,7 +137,7 @@ fn a_running_request_moves_and_its_source_goes_last() -> Result<()> {
 
 #[test]
 fn a_request_that_cannot_move_stays() -> Result<()> {
-    let mut cluster = Cluster::start(&slow_steps(1))?;
+    let mut cluster = Cluster::start(&slow_steps(1).router_args(["--relay", "false"]))?;
     let url = format!("{}/admin/v1/migrate", cluster.router().url());
     let unknown = http::post(&url, &[], &json!({"request_id": "nobody"}))?;
     ensure!(unknown.status == 404, "{unknown:?}");

@@ -432,6 +432,8 @@ pub struct PauseReply {
     pub key: CallKey,
     /// The output tokens of each choice so far, those replayed by `generated_from` left out.
     pub tokens: Vec<Vec<TokenId>>,
+    /// Prompt tokens that were in the context cache when it began.
+    pub cached_tokens: u32,
 }
 
 /// What an engine is, fixed once it runs.

@@ -106,7 +106,7 @@ impl Move {
         // From here on the source may stand still, even if its answer is lost.
         self.paused.store(true, Ordering::Relaxed);
         let stopped = Instant::now();
-        let output = self.pause().await?;
+        let (output, cached) = self.pause().await?;
         let tokens = self.so_far(&output);
         copies.copy(&tokens).await?;
         let copied = copies.copied;
@@ -115,6 +115,9 @@ impl Move {
         let to = target.engine().name().to_owned();
         let ctx = ctx.next_attempt(Attempt(ctx.attempt.0.saturating_add(1)));
         let next = Arc::new(request.continuing(choice, &output, true));
+        if let Some(cached) = cached {
+            ctx.stats.set_cached_before(cached);
+        }
         let target = target.with_ctx(ctx.clone());
         let mut stream = target.start_generate(&next, copied.min(next.len() - 1)).await?;
         let first = match stream.next().await {
@@ -140,8 +143,8 @@ impl Move {
         [prompt, output].concat()
     }
 
-    /// Stops the source and returns all of the choice's output.
-    async fn pause(&self) -> Result<Vec<TokenId>, Error> {
+    /// Stops the source and returns all of the choice's output, and the prompt tokens that were cached when it began.
+    async fn pause(&self) -> Result<(Vec<TokenId>, Option<u32>), Error> {
         let mut body = PauseRequest::new(self.request.seq_id().clone());
         body.attempt = Some(self.ctx.attempt);
         let answer = self.source.calls().pause(&self.ctx.call, &body).await;
@@ -156,7 +159,9 @@ impl Move {
         // What came with the call is not repeated.
         let mut output = self.request.tokens()[self.request.prompt_len() as usize..].to_vec();
         output.extend(answer.token_ids.into_iter().next().unwrap_or_default());
-        Ok(output)
+        // A request that moves again began where it was first.
+        let told = || answer.microserving.map(|stats| stats.matched_tokens);
+        Ok((output, self.ctx.stats.cached_before().or_else(told)))
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::http::HeaderMap;
-use microserving_client::Written;
+use microserving_client::{EngineKind, Written};
 use microserving_protocol::{
     ApiError, CompletionRequest, GenerationParams, Prompt, SeqId, StreamOptions, TokenId,
 };
@@ -256,8 +256,13 @@ impl Request {
     }
 
     /// Returns the body of a call that generates.
-    pub(crate) fn body(&self) -> CompletionRequest {
-        self.completion.clone()
+    pub(crate) fn body(&self, kind: EngineKind) -> CompletionRequest {
+        let mut body = self.completion.clone();
+        if kind != EngineKind::Microserving {
+            // Ours tell their tokens for us to continue from; of others only what the client wants is asked.
+            body.return_token_ids = self.params.return_token_ids;
+        }
+        body
     }
 
     /// Returns the body of a call that moves KV: the prompt, and whose it is.
@@ -349,7 +354,7 @@ mod tests {
             assert_eq!((next.seq_id().as_str(), next.choice_index()), (name, index));
             assert_eq!((next.len(), next.prompt_len(), next.num_generated()), (4, 2, 2));
             assert_eq!(next.generated_from(), Some(2));
-            let body = next.body();
+            let body = next.body(EngineKind::Microserving);
             assert_eq!((body.n, body.echo, body.max_tokens, body.seed), (1, false, Some(8), Some(7)));
             // And once more, after more of it.
             let later = next.continuing(choice, &[TokenId(5), TokenId(6), TokenId(7)], true);
@@ -357,6 +362,9 @@ mod tests {
             assert_eq!((later.len(), later.num_generated()), (5, 3));
         }
         let begun = request(3).continuing(1, &[], false);
-        assert_eq!((begun.generated_from(), begun.body().echo, begun.choice_index()), (None, true, Some(1)));
+        assert_eq!(
+            (begun.generated_from(), begun.body(EngineKind::Microserving).echo, begun.choice_index()),
+            (None, true, Some(1))
+        );
     }
 }

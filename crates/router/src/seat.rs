@@ -154,7 +154,7 @@ impl Seat {
     /// [`Error::Call`]; with 503 if the engine has no room.
     pub async fn start_generate(mut self, request: &Request, begin: u32) -> Result<TokenStream, Error> {
         let body = StartGenerateRequest {
-            completion: request.body(),
+            completion: request.body(self.engine().kind()),
             call: self.ctx.options(request),
             begin: begin.into(),
             generated_from: request.generated_from(),
@@ -312,7 +312,7 @@ const fn verdict(error: &ClientError) -> Verdict {
 /// Returns the body of a call that moves KV. MLC-LLM takes the sampling parameters from the first call that names a request.
 fn transfer_body(kind: EngineKind, request: &Request) -> CompletionRequest {
     if kind == EngineKind::Mlc {
-        CompletionRequest { stream: false, ..request.body() }
+        CompletionRequest { stream: false, ..request.body(kind) }
     } else {
         request.bare_body()
     }

@@ -1,12 +1,19 @@
 //! Gathering what the calls of one request did.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use microserving_protocol::{PromptTokensDetails, RemoteSendResponse, ServingStats, Usage};
 
 /// The statistics of one request, written by its seats. Clones share them; a new attempt begins anew.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct StatsCell(Arc<Mutex<ServingStats>>);
+pub(crate) struct StatsCell(Arc<Mutex<Gathered>>);
+
+#[derive(Debug, Default)]
+struct Gathered {
+    stats: ServingStats,
+    /// Prompt tokens that were cached when the request began, if it has moved since: what the engine that it moved to had was copied there.
+    cached_before: Option<u32>,
+}
 
 impl StatsCell {
     pub(crate) fn decode_engine(&self, name: &str) {
@@ -15,6 +22,16 @@ impl StatsCell {
 
     pub(crate) fn matched(&self, tokens: u32) {
         self.with(|stats| stats.matched_tokens = tokens);
+    }
+
+    /// Notes how many prompt tokens were cached when a request began that has moved.
+    pub(crate) fn set_cached_before(&self, tokens: u32) {
+        self.lock().cached_before = Some(tokens);
+    }
+
+    /// Returns how many prompt tokens were cached when the request began, if it has moved.
+    pub(crate) fn cached_before(&self) -> Option<u32> {
+        self.lock().cached_before
     }
 
     /// Notes that another pattern serves than the one asked for.
@@ -45,6 +62,7 @@ impl StatsCell {
     /// A prompt token counts as cached if neither engine computed it. What one engine holds is a prefix of what the other one
     /// needs, so the longer of the two prefixes is the number.
     pub(crate) fn finish(&self, usage: Usage, engine: Option<&ServingStats>) -> Usage {
+        let cached_before = self.lock().cached_before;
         self.with(|stats| {
             match engine {
                 Some(own) => {
@@ -59,7 +77,9 @@ impl StatsCell {
                     stats.computed_tokens = usage.prompt_tokens.saturating_sub(known);
                 }
             }
-            let cached = stats.matched_tokens.max(stats.prefill_cached_tokens).min(usage.prompt_tokens);
+            let cached =
+                cached_before.unwrap_or_else(|| stats.matched_tokens.max(stats.prefill_cached_tokens));
+            let cached = cached.min(usage.prompt_tokens);
             Usage { prompt_tokens_details: Some(PromptTokensDetails { cached_tokens: cached }), ..usage }
         })
     }
@@ -69,7 +89,11 @@ impl StatsCell {
     }
 
     fn with<T>(&self, f: impl FnOnce(&mut ServingStats) -> T) -> T {
-        f(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        f(&mut self.lock().stats)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Gathered> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

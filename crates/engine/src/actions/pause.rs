@@ -18,7 +18,7 @@ impl Engine {
         let unknown = || Self::unknown(&call.seq_id);
         let request_id = self.record_of(&key)?.generation.ok_or_else(unknown)?;
         let request = self.requests.get_mut(&request_id).ok_or_else(unknown)?;
-        let tokens = request.tokens();
+        let (tokens, cached_tokens) = (request.tokens(), request.usage.cached_tokens);
         if request.ending != Some(Ending::Done) {
             request.paused = true;
             for slot in request.slots() {
@@ -29,6 +29,6 @@ impl Engine {
                 }
             }
         }
-        Ok(PauseReply { key, tokens })
+        Ok(PauseReply { key, tokens, cached_tokens })
     }
 }

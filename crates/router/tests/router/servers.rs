@@ -369,7 +369,7 @@ impl Drop for Closing {
     }
 }
 
-/// Generates the letters a, b, c… one a chunk.
+/// Generates the letters a, b, c… one a chunk, the same for each choice.
 fn generate(shared: &Shared, body: &Value, turn: Option<Turn>, chat: bool) -> Response {
     if let Some(Turn::Status(status, text)) = turn {
         return (StatusCode::from_u16(status).expect("a status"), text.to_owned()).into_response();
@@ -377,13 +377,17 @@ fn generate(shared: &Shared, body: &Value, turn: Option<Turn>, chat: bool) -> Re
     assert_eq!(body["stream"], true);
     let num_tokens = body["max_tokens"].as_u64().unwrap_or(3);
     let choice = |text: Option<&str>, reason: Value| {
-        let mut choice = json!({"index": 0, "logprobs": null, "finish_reason": reason});
-        match (chat, text) {
-            (true, Some(text)) => choice["delta"] = json!({"content": text}),
-            (true, None) => choice["delta"] = json!({"role": "assistant", "content": ""}),
-            (false, text) => choice["text"] = text.unwrap_or_default().into(),
-        }
-        json!({"id": "theirs", "created": 1, "model": null, "choices": [choice], "usage": null})
+        let one = |index| {
+            let mut choice = json!({"index": index, "logprobs": null, "finish_reason": reason});
+            match (chat, text) {
+                (true, Some(text)) => choice["delta"] = json!({"content": text}),
+                (true, None) => choice["delta"] = json!({"role": "assistant", "content": ""}),
+                (false, text) => choice["text"] = text.unwrap_or_default().into(),
+            }
+            choice
+        };
+        let choices: Vec<Value> = (0..body["n"].as_u64().unwrap_or(1)).map(one).collect();
+        json!({"id": "theirs", "created": 1, "model": null, "choices": choices, "usage": null})
     };
     let mut chunks = Vec::new();
     if chat {

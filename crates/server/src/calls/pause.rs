@@ -5,7 +5,7 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::State;
 use microserving_engine::Pause;
-use microserving_protocol::{ApiError, PauseRequest, PauseResponse};
+use microserving_protocol::{ApiError, PauseRequest, PauseResponse, ServingStats};
 
 use crate::app::App;
 use crate::body::WholeBody;
@@ -24,5 +24,6 @@ pub(crate) async fn pause(
 pub(crate) async fn serve(app: &App, request: PauseRequest) -> Result<PauseResponse, ApiError> {
     let call = Pause { seq_id: request.seq_id, attempt: request.attempt };
     let reply = app.engine.pause(call).await.map_err(|error| api_error(&error))?;
-    Ok(PauseResponse { token_ids: reply.tokens, microserving: None })
+    let stats = ServingStats { matched_tokens: reply.cached_tokens, ..ServingStats::default() };
+    Ok(PauseResponse { token_ids: reply.tokens, microserving: Some(stats) })
 }
