@@ -47,6 +47,8 @@ fn one_key_is_one_stream_and_the_other_is_a_conflict() -> Result<()> {
     let others = [
         ("start_generate", call("shared", 2, 8, &json!({"begin": 0}))),
         ("start_generate", call("shared", 1, 9, &json!({"begin": 0}))),
+        ("prep_recv", call("shared", 2, 200, &json!({"end": 50}))),
+        ("prep_recv", call("shared", 1, 200, &json!({"end": 50}))),
     ];
     for (name, other) in others {
         let answer = http::post(&format!("{engine}/microserving/{name}"), &[], &other)?;

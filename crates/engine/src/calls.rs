@@ -3,6 +3,7 @@
 //! ```text
 //!              same attempt                              lower attempt   higher attempt
 //! prep_recv    the same answer                           StaleAttempt    the old one is aborted
+//!              Conflict while the key generates unprepared
 //! remote_send  joins the job, or the stored answer       StaleAttempt    the old one is aborted
 //! start        attaches to the stream and replays        StaleAttempt    the old one is aborted
 //! abort        nothing more to do                        nothing         aborts, and is remembered
@@ -14,7 +15,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Duration;
 
-use microserving_protocol::{Attempt, KvRange, SeqId};
+use microserving_protocol::{Attempt, Generation, Incarnation, KvRange, SeqId};
 
 use crate::mutants::{Mutant, Rules};
 use crate::sequence::{RequestId, Slot};
@@ -42,6 +43,8 @@ pub(crate) struct Prepared {
 #[derive(Clone, Debug)]
 pub(crate) struct Sending {
     pub(crate) body: u64,
+    /// The receiver's grant that it writes under.
+    pub(crate) grant: (Incarnation, Generation),
     pub(crate) progress: SendProgress,
 }
 
@@ -185,6 +188,14 @@ impl Calls {
         if let Some(record) = self.records.get_mut(seq_id) {
             self.logged_tokens = self.logged_tokens - record.logged_tokens + num_tokens;
             record.logged_tokens = num_tokens;
+        }
+    }
+
+    /// Lets go of a generation that has ended, and of its log.
+    pub(crate) fn forget_generation(&mut self, seq_id: &SeqId) {
+        self.keep_log(seq_id, 0);
+        if let Some(record) = self.records.get_mut(seq_id) {
+            record.generation = None;
         }
     }
 

@@ -59,6 +59,8 @@ impl Engine {
     }
 
     /// Returns the earlier answer to the same call; its reservation's lease begins anew.
+    ///
+    /// A key that generates without having been prepared is in use. When it has ended, to prepare it is to begin again.
     fn repeated_prep(
         &mut self,
         id: CallId,
@@ -66,7 +68,15 @@ impl Engine {
         body: u64,
     ) -> Result<Option<PrepRecvReply>, EngineError> {
         let Some(record) = self.calls.get(&key.seq_id) else { return Ok(None) };
-        let Some(prepared) = &record.prepared else { return Ok(None) };
+        let Some(prepared) = &record.prepared else {
+            let Some(request_id) = record.generation else { return Ok(None) };
+            if self.requests.get(&request_id).is_some_and(|request| request.ending.is_none()) {
+                return Err(EngineError::Conflict { seq_id: key.seq_id.clone(), field: "seq_id" });
+            }
+            self.requests.remove(&request_id);
+            self.calls.forget_generation(&key.seq_id);
+            return Ok(None);
+        };
         if prepared.body != body {
             return Err(EngineError::Conflict { seq_id: key.seq_id.clone(), field: "prompt" });
         }

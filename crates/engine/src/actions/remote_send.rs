@@ -8,7 +8,9 @@
 
 use std::sync::Arc;
 
-use microserving_protocol::{AddrError, KvAddrInfo, KvRange, LayerId, prompt_digest};
+use microserving_protocol::{
+    AddrError, Generation, Incarnation, KvAddrInfo, KvRange, LayerId, prompt_digest,
+};
 use microserving_transport::{Claim, PeerAddress, Refusal, TransportError};
 
 use super::check_bound;
@@ -57,10 +59,11 @@ impl Engine {
             return Err(EngineError::Conflict { seq_id: key.seq_id, field: "prompt" });
         }
         let body = body_hash(&(&call.prompt, &call.kv_addr_info, &call.options.cache_salt));
+        let grant = (address.incarnation, address.generation);
         match self.calls.find(&key)? {
             Found::Nothing => {}
             Found::Older(_) => self.replace_older(&key),
-            Found::Same => match self.repeated_send(id, &key, call.range, body)? {
+            Found::Same => match self.repeated_send(id, &key, call.range, body, grant)? {
                 Repeated::No => {}
                 Repeated::Joined => return Ok(None),
                 Repeated::Answered(reply) => return Ok(Some(reply)),
@@ -106,7 +109,7 @@ impl Engine {
         });
         self.channels.insert(channel, slot);
         if let Some(record) = self.calls.get_mut(&key.seq_id) {
-            record.sends.insert(call.range, Sending { body, progress: SendProgress::Running(slot) });
+            record.sends.insert(call.range, Sending { body, grant, progress: SendProgress::Running(slot) });
         }
         Ok(None)
     }
@@ -126,18 +129,24 @@ impl Engine {
         })
     }
 
-    /// Joins a job that runs for the same call, or returns its answer.
+    /// Joins a job that runs for the same call, or returns its answer. A later grant of the same receiver is another job.
     fn repeated_send(
         &mut self,
         id: CallId,
         key: &CallKey,
         range: KvRange,
         body: u64,
+        grant: (Incarnation, Generation),
     ) -> Result<Repeated, EngineError> {
         let Some(record) = self.calls.get(&key.seq_id) else { return Ok(Repeated::No) };
         let Some(sending) = record.sends.get(&range) else { return Ok(Repeated::No) };
         if sending.body != body {
-            return Err(EngineError::Conflict { seq_id: key.seq_id.clone(), field: "prompt" });
+            // The receiver was prepared again: what it got before is gone with the older grant.
+            let is_newer = sending.grant.0 == grant.0 && sending.grant.1 < grant.1;
+            return match sending.progress {
+                SendProgress::Done(_) if is_newer => Ok(Repeated::No),
+                _ => Err(EngineError::Conflict { seq_id: key.seq_id.clone(), field: "prompt" }),
+            };
         }
         match sending.progress {
             SendProgress::Done(reply) => Ok(Repeated::Answered(reply)),

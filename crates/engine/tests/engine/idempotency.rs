@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use microserving_engine::{Abort, Call, CallOptions, EngineError, GenerateEvent, Reply, StartGenerate};
+use microserving_engine::{
+    Abort, Call, CallOptions, EngineError, GenerateEvent, PrepRecv, Reply, StartGenerate,
+};
 use microserving_protocol::{Attempt, SamplingParams, TokenId};
 
 use crate::support::{Output, Rig, again, attempt, key, prep, prompt, prompt_of, reference, send, start};
@@ -27,7 +29,7 @@ fn prep_recv_again_answers_the_same() {
         assert!(matches!(rig.prep(0, other), Err(EngineError::Conflict { .. })));
     }
     let salted = CallOptions { cache_salt: "tenant".into(), ..CallOptions::default() };
-    let other = microserving_engine::PrepRecv { options: salted, ..prep(key("a"), &prompt(40), 39) };
+    let other = PrepRecv { options: salted, ..prep(key("a"), &prompt(40), 39) };
     assert!(matches!(rig.prep(0, other), Err(EngineError::Conflict { .. })));
     assert!(rig.abort(0, &key("a")));
     rig.assert_idle();
@@ -214,7 +216,7 @@ fn an_abort_of_another_attempt() {
 #[test]
 fn without_a_key_the_one_fitting_reservation_is_adopted() {
     let mut rig = Rig::new(2);
-    let keyless = microserving_engine::PrepRecv { key: None, ..prep(key("-"), &prompt(40), 39) };
+    let keyless = PrepRecv { key: None, ..prep(key("-"), &prompt(40), 39) };
     let prepared = rig.prep(1, keyless.clone()).expect("prepared");
     let address = prepared.kv_addr_info.expect("one");
     let sent =
@@ -297,5 +299,124 @@ fn a_prepared_key_wants_what_was_prepared() {
     assert!(matches!(refuse(salted), EngineError::Conflict { field: "cache_salt", .. }));
     let right = start(Some(key("a")), &prompt(40), 0, 4);
     assert_eq!(rig.start(0, again(&right)).expect("started").tokens, reference(&right).tokens);
+    rig.assert_idle();
+}
+
+#[test]
+fn a_key_that_generates_cannot_be_prepared_for_something_else() {
+    for prepared in [false, true] {
+        let mut rig = Rig::new(2);
+        let end = if prepared { 39 } else { 0 };
+        let call = start(Some(key("a")), &prompt(40), end, 30);
+        if prepared {
+            let reply = rig.prep(0, prep(key("a"), &prompt(40), end)).expect("prepared");
+            let address = reply.kv_addr_info.expect("one");
+            rig.send(1, send(key("a"), &prompt(40), (0, end), &address)).expect("sent");
+        }
+        let stream = rig.call(0, Call::StartGenerate(Box::new(again(&call))));
+        for _ in 0..4 {
+            rig.step(0);
+        }
+        for other in [prep(key("a"), &prompt_of(40, 1), 39), prep(key("a"), &prompt(40), 20)] {
+            let refused = rig.prep(0, other);
+            assert!(matches!(refused, Err(EngineError::Conflict { .. })), "{refused:?}");
+        }
+        assert!(!rig.events(stream).is_empty(), "it has begun");
+        rig.settle();
+        let output = rig.output(stream);
+        assert_eq!((output.error.clone(), output.only()), (None, reference(&call).only()), "{prepared}");
+        rig.assert_idle();
+    }
+}
+
+#[test]
+fn the_three_calls_again_after_the_end_replay_the_answer() {
+    let mut rig = Rig::new(2);
+    let call = start(Some(key("a")), &prompt(100), 99, 12);
+    let (sent, first) = rig.disaggregate(0, 1, 99, again(&call));
+    let computed = [0, 1].map(|engine| rig.engines[engine].counters());
+    let (sent_again, second) = rig.disaggregate(0, 1, 99, again(&call));
+    assert_eq!((sent, &first), (sent_again, &second));
+    assert_eq!(first.tokens, reference(&call).tokens);
+    for (engine, before) in computed.into_iter().enumerate() {
+        let now = rig.engines[engine].counters();
+        assert_eq!(
+            (now.prefill_tokens, now.decode_tokens),
+            (before.prefill_tokens, before.decode_tokens),
+            "nothing was computed twice"
+        );
+    }
+    rig.assert_idle();
+}
+
+#[test]
+fn a_key_that_generated_unprepared_is_prepared_anew_after_its_end() {
+    let mut rig = Rig::new(2);
+    let plain = start(Some(key("a")), &prompt(100), 0, 12);
+    let whole = rig.start(1, again(&plain)).expect("started");
+    let call = start(Some(key("a")), &prompt_of(100, 1), 99, 12);
+    let (sent, output) = rig.disaggregate(0, 1, 99, again(&call));
+    assert!(sent.is_some(), "another prompt has to be sent");
+    assert_eq!(output.tokens, reference(&call).tokens);
+    assert_ne!(output.tokens, whole.tokens);
+    rig.assert_idle();
+}
+
+#[test]
+fn a_reservation_that_ended_is_prepared_and_sent_again_under_the_same_attempt() {
+    let mut rig = Rig::new(2);
+    let short = CallOptions { timeout: Some(Duration::from_millis(100)), ..CallOptions::default() };
+    let call = PrepRecv { options: short, ..prep(key("a"), &prompt(100), 99) };
+    let first = rig.prep(1, call).expect("prepared").kv_addr_info.expect("one");
+    rig.send(0, send(key("a"), &prompt(100), (0, 99), &first)).expect("sent");
+    rig.advance(Duration::from_millis(200));
+    assert_eq!(rig.engines[1].state().receiving, 0, "its deadline has passed");
+    let second = rig.prep(1, prep(key("a"), &prompt(100), 99)).expect("prepared").kv_addr_info.expect("one");
+    assert_ne!(first, second);
+    rig.send(0, send(key("a"), &prompt(100), (0, 99), &second)).expect("sent under the new grant");
+    let late = rig.send(0, send(key("a"), &prompt(100), (0, 99), &first));
+    assert!(matches!(late, Err(EngineError::Conflict { .. })), "an echo of the older grant: {late:?}");
+    let call = start(Some(key("a")), &prompt(100), 99, 8);
+    let output = rig.start(1, again(&call)).expect("started");
+    assert_eq!(output.tokens, reference(&call).tokens);
+    assert_eq!(output.usage.expect("done").received_tokens, 99);
+    rig.assert_idle();
+}
+
+#[test]
+fn a_prepared_generation_gives_way_to_a_later_attempt_and_not_to_an_earlier_one() {
+    let mut rig = Rig::new(2);
+    let call = |number| start(Some(attempt("a", number)), &prompt(100), 99, 40);
+    let prepare = |rig: &mut Rig, number| {
+        let reply = rig.prep(1, prep(attempt("a", number), &prompt(100), 99)).expect("prepared");
+        let address = reply.kv_addr_info.expect("one");
+        let range = (reply.prefix_matched_length, 99);
+        rig.send(0, send(attempt("a", number), &prompt(100), range, &address)).expect("sent");
+    };
+    prepare(&mut rig, 3);
+    let old = rig.call(1, Call::StartGenerate(Box::new(call(3))));
+    for _ in 0..4 {
+        rig.step(1);
+    }
+    assert_eq!(rig.prep(1, prep(attempt("a", 2), &prompt(100), 99)), Err(stale("a", 2)));
+    assert!(!rig.abort(1, &attempt("a", 2)), "it lives on");
+    let begun = rig.events(old).len();
+    assert!(begun > 0, "it has begun");
+    prepare(&mut rig, 4);
+    assert_eq!(rig.output(old).error, Some(stale("a", 3)), "it gave way when it was prepared");
+    let new = rig.start(1, call(4)).expect("started");
+    assert_eq!(new.tokens, reference(&call(4)).tokens);
+    rig.assert_idle();
+}
+
+#[test]
+fn an_abort_that_overtakes_its_remote_send_wins() {
+    let mut rig = Rig::new(2);
+    let address = rig.prep(1, prep(key("a"), &prompt(40), 39)).expect("prepared").kv_addr_info.expect("one");
+    assert!(!rig.abort(0, &key("a")), "the sender has not heard of it");
+    assert_eq!(rig.send(0, send(key("a"), &prompt(40), (0, 39), &address)), Err(aborted("a")));
+    assert_eq!(rig.engines[0].counters().prefill_tokens, 0, "nothing was computed");
+    assert!(rig.abort(1, &key("a")));
+    assert_eq!(rig.start(1, start(Some(key("a")), &prompt(40), 39, 5)), Err(aborted("a")));
     rig.assert_idle();
 }
