@@ -144,11 +144,38 @@ impl Work {
     }
 }
 
-/// Returns every pattern that a router knows, each with the parameters that tests use, as the body of `PUT /admin/v1/pattern`.
+/// Returns a script of docs/scripts.md.
+///
+/// # Panics
+/// If there is none of that name.
+#[must_use]
+pub fn documented(name: &str) -> &'static str {
+    let docs = include_str!("../docs/scripts.md");
+    let start = docs.split_once(&format!("```rhai script={name}\n")).expect("the docs have the script").1;
+    start.split_once("```").expect("it ends").0
+}
+
+/// Loads a script of docs/scripts.md under a name of its own.
 ///
 /// # Errors
-/// If the router does not answer, or one of the crate's own patterns is missing.
+/// If the router refuses it.
+pub fn load_documented(router: &str, name: &str, as_name: &str) -> Result<()> {
+    let url = format!("{router}/admin/v1/scripts/{as_name}");
+    let answer = http::put_bytes(&url, &[], documented(name).as_bytes())?;
+    if answer.status != 200 {
+        bail!("the script {name}: {} {}", answer.status, answer.body);
+    }
+    Ok(())
+}
+
+/// Returns every program that a router knows, each with the parameters that tests use, as the body of `PUT /admin/v1/pattern`: the patterns
+/// of the crate, and two scripts of the docs that are loaded now, one that moves KV and one that only places.
+///
+/// # Errors
+/// If the router does not answer, or one of the programs is missing.
 pub fn programs(router: &str) -> Result<Vec<Value>> {
+    load_documented(router, "prefill_decode", "scripted")?;
+    load_documented(router, "sticky", "sticky")?;
     let current: Value = http::get(&format!("{router}/admin/v1/pattern"))?.json()?;
     let available = current["available"].as_array().context("no list of patterns")?;
     let known = [
@@ -158,6 +185,9 @@ pub fn programs(router: &str) -> Result<Vec<Value>> {
         json!({"name": "balanced", "ratio": 0.5}),
         json!({"name": "adaptive"}),
         json!({"name": "adaptive", "roles": "free"}),
+        json!({"name": "migrate", "after_tokens": 3}),
+        json!({"name": "scripted"}),
+        json!({"name": "sticky"}),
     ];
     for own in &known {
         if !available.contains(&own["name"]) {

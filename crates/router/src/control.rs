@@ -106,11 +106,28 @@ impl Control {
 }
 
 impl Ledger {
+    /// Refuses a change that was thought out for another revision.
+    fn expect(&self, change: &Change) -> Result<(), ApiError> {
+        match &change.expected {
+            Some(expected) if !expected.contains(&self.revision) => {
+                let message =
+                    format!("the revision is {}, the change was made for {expected:?}", self.revision);
+                Err(ApiError::new(412, message).with_code("revision_changed"))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Notes a change that was made.
     fn note(&mut self, change: &Change, before: &Config, after: Config) -> u64 {
+        let (old, new) = Config::difference(before, &after);
+        self.note_with(change, after, &old, &new)
+    }
+
+    /// Notes a change from `old` to `new`, after which there is this configuration.
+    fn note_with(&mut self, change: &Change, config: Config, old: &Value, new: &Value) -> u64 {
         self.revision += 1;
         let time = now_unix_seconds();
-        let (old, new) = Config::difference(before, &after);
         self.push(json!({
             "revision": self.revision, "time": time, "who": change.who, "what": change.what, "outcome": "applied",
             "before": old, "after": new,
@@ -127,7 +144,7 @@ impl Ledger {
             time,
             who: change.who.clone(),
             what: change.what.clone(),
-            config: after,
+            config,
         });
         self.revision
     }
@@ -158,13 +175,7 @@ impl RouterService {
         edit: impl FnOnce(&mut Config) -> Result<(), ApiError>,
     ) -> Result<u64, ApiError> {
         let mut ledger = self.control.lock();
-        if let Some(expected) = &change.expected
-            && !expected.contains(&ledger.revision)
-        {
-            let message =
-                format!("the revision is {}, the change was made for {expected:?}", ledger.revision);
-            return Err(ApiError::new(412, message).with_code("revision_changed"));
-        }
+        ledger.expect(change)?;
         let before = self.config();
         let mut next = before.clone();
         edit(&mut next)?;
@@ -199,16 +210,21 @@ impl RouterService {
         Ok(made)
     }
 
-    /// Notes a change of something that the configuration only names, such as the text of a script: it gets a revision and a row of the
-    /// audit like any other.
-    pub fn note_change(&self, change: &Change, before: &Value, after: &Value) -> u64 {
+    /// Changes something that the configuration only names, such as the text of a script: it gets a revision and a row of the audit like any
+    /// other. `make` returns what is answered, and for the audit what it was and what it is. Returns the answer and the revision.
+    ///
+    /// # Errors
+    /// 412 if the revision is not one of those expected; else what `make` says. Nothing is noted then.
+    pub(crate) fn recorded_beside<T>(
+        &self,
+        change: &Change,
+        make: impl FnOnce() -> Result<(T, Value, Value), ApiError>,
+    ) -> Result<(T, u64), ApiError> {
         let mut ledger = self.control.lock();
-        let config = self.config();
-        let revision = ledger.note(change, &config, config.clone());
-        if let Some(row) = ledger.audit.back_mut() {
-            (row["before"], row["after"]) = (before.clone(), after.clone());
-        }
-        revision
+        ledger.expect(change)?;
+        let (made, before, after) = make()?;
+        let revision = ledger.note_with(change, self.config(), &before, &after);
+        Ok((made, revision))
     }
 
     /// Notes that a change was refused which nobody waits for an answer to.

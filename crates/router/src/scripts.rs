@@ -115,6 +115,16 @@ impl Scripts {
         })
     }
 
+    /// Returns what the audit says of a script: the number of its revision in use, or nothing.
+    pub(crate) fn in_audit(&self, name: &str) -> Value {
+        let entries = self.entries();
+        let newest = entries.get(name).and_then(|entry| entry.revisions.last());
+        match newest {
+            Some(revision) => json!({"script": name, "script_revision": revision.number}),
+            None => json!({"script": null}),
+        }
+    }
+
     /// Loads a script, and puts it in the place of the one of its name. Requests in flight end under what they began with.
     pub(crate) fn put(&self, patterns: &Patterns, name: &str, source: &str) -> Result<Value, ApiError> {
         let script = self.loader()?.load(name, source, patterns).map_err(|bad| bad.to_api_error())?;

@@ -4,61 +4,49 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::body::Bytes;
-use axum::extract::rejection::{PathRejection, QueryRejection};
-use axum::extract::{Path, Query, State};
+use axum::extract::rejection::PathRejection;
+use axum::extract::{Path, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use microserving_protocol::ApiError;
-use serde::Deserialize;
 use serde_json::{Value, json};
-use tracing::info;
 
+use super::admin::{Write, tagged};
 use super::respond::{Failure, WholeBody};
 use crate::{BadScript, RouterService};
 
 type Name = Result<Path<String>, PathRejection>;
 
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct PutOptions {
-    #[serde(default)]
-    dry_run: bool,
-}
-
 /// Returns the scripts there are, without their texts.
-pub(crate) async fn list(State(service): State<Arc<RouterService>>) -> Json<Value> {
-    Json(json!({"scripts": service.scripts.list()}))
+pub(crate) async fn list(State(service): State<Arc<RouterService>>) -> Response {
+    tagged(StatusCode::OK, service.revision(), json!({"scripts": service.scripts.list()}))
 }
 
 /// Returns one script: its text, its revision, and how it has done.
-pub(crate) async fn get(
-    State(service): State<Arc<RouterService>>,
-    name: Name,
-) -> Result<Json<Value>, Failure> {
-    Ok(Json(service.scripts.get(&read_name(name)?)?))
+pub(crate) async fn get(State(service): State<Arc<RouterService>>, name: Name) -> Result<Response, Failure> {
+    let shown = service.scripts.get(&read_name(name)?)?;
+    Ok(tagged(StatusCode::OK, service.revision(), shown))
 }
 
 /// Loads a script from its source text, or only tries it.
 pub(crate) async fn put(
     State(service): State<Arc<RouterService>>,
     name: Name,
-    options: Result<Query<PutOptions>, QueryRejection>,
+    write: Write,
     WholeBody(body): WholeBody,
 ) -> Result<Response, Failure> {
     let name = read_name(name)?;
-    let Query(options) = options.map_err(|error| ApiError::bad_request("dry_run", error.body_text()))?;
+    write.refuse_force()?;
     let source = text(&body)?;
     // Before anything else, so that the answer has line and column as numbers too.
     if let Err(bad) = service.scripts.loader()?.load(&name, source, &service.patterns) {
         return Ok(refused(&bad));
     }
-    if options.dry_run {
+    if write.dry_run {
         let loader = service.scripts.loader()?;
         return Ok(Json(loader.dry_run(&name, source, &service.patterns, None).await?).into_response());
     }
-    let shown = service.scripts.put(&service.patterns, &name, source)?;
-    info!(target: "audit", script = name, revision = %shown["revision"], "script loaded");
-    Ok(Json(shown).into_response())
+    changed(&service, &name, &write, "load", || service.scripts.put(&service.patterns, &name, source))
 }
 
 /// Runs a script that is loaded over the trace in the body, or over a small one of the loader's own.
@@ -77,22 +65,44 @@ pub(crate) async fn dry_run(
 pub(crate) async fn roll_back(
     State(service): State<Arc<RouterService>>,
     name: Name,
-) -> Result<Json<Value>, Failure> {
+    write: Write,
+) -> Result<Response, Failure> {
     let name = read_name(name)?;
-    let shown = service.scripts.roll_back(&service.patterns, &name)?;
-    info!(target: "audit", script = name, revision = %shown["revision"], "script rolled back");
-    Ok(Json(shown))
+    write.refuse_force()?;
+    write.refuse_dry_run()?;
+    changed(&service, &name, &write, "roll back", || service.scripts.roll_back(&service.patterns, &name))
 }
 
 /// Takes a script away, unless it is the pattern in use.
 pub(crate) async fn remove(
     State(service): State<Arc<RouterService>>,
     name: Name,
-) -> Result<Json<Value>, Failure> {
+    write: Write,
+) -> Result<Response, Failure> {
     let name = read_name(name)?;
-    service.scripts.remove(&service.patterns, &name)?;
-    info!(target: "audit", script = name, "script removed");
-    Ok(Json(json!({"name": name, "removed": true})))
+    write.refuse_force()?;
+    write.refuse_dry_run()?;
+    changed(&service, &name, &write, "remove", || {
+        service.scripts.remove(&service.patterns, &name)?;
+        Ok(json!({"name": name, "removed": true}))
+    })
+}
+
+/// Makes a change of a script, with its row of the audit. The answer's `ETag` is the router's revision, its body tells the script's.
+fn changed(
+    service: &RouterService,
+    name: &str,
+    write: &Write,
+    verb: &str,
+    make: impl FnOnce() -> Result<Value, ApiError>,
+) -> Result<Response, Failure> {
+    let (shown, revision) =
+        service.recorded_beside(&write.change(format!("{verb} script {name}")), || {
+            let before = service.scripts.in_audit(name);
+            let shown = make()?;
+            Ok((shown, before, service.scripts.in_audit(name)))
+        })?;
+    Ok(tagged(StatusCode::OK, revision, shown))
 }
 
 fn read_name(name: Name) -> Result<String, ApiError> {

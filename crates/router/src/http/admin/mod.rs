@@ -146,10 +146,10 @@ pub(super) async fn guard(
 
 /// What a write says about itself beside its body.
 #[derive(Debug)]
-pub(super) struct Write {
+pub(in crate::http) struct Write {
     who: String,
     expected: Option<Vec<u64>>,
-    dry_run: bool,
+    pub(in crate::http) dry_run: bool,
     force: bool,
 }
 
@@ -163,13 +163,31 @@ struct Flags {
 }
 
 impl Write {
-    fn change(&self, what: impl Into<String>) -> Change {
+    pub(in crate::http) fn change(&self, what: impl Into<String>) -> Change {
         Change {
             who: self.who.clone(),
             what: what.into(),
             expected: self.expected.clone(),
             dry_run: self.dry_run,
             force: self.force,
+        }
+    }
+
+    /// Refuses `force` where nothing can be forced.
+    pub(in crate::http) fn refuse_force(&self) -> Result<(), ApiError> {
+        if self.force {
+            Err(ApiError::bad_request("force", "force is for engines that leave"))
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Refuses `dry_run` where nothing can be tried.
+    pub(in crate::http) fn refuse_dry_run(&self) -> Result<(), ApiError> {
+        if self.dry_run {
+            Err(ApiError::bad_request("dry_run", "only loading a script can be tried"))
+        } else {
+            Ok(())
         }
     }
 
@@ -221,6 +239,11 @@ fn if_match(headers: &HeaderMap) -> Result<Option<Vec<u64>>, ApiError> {
 /// An answer with the revision it holds for.
 fn answer(status: StatusCode, revision: u64, mut body: Value) -> Response {
     body["revision"] = revision.into();
+    tagged(status, revision, body)
+}
+
+/// An answer whose `ETag` is the revision it holds for; a `revision` in its body is another one.
+pub(in crate::http) fn tagged(status: StatusCode, revision: u64, body: Value) -> Response {
     let mut response = (status, Json(body)).into_response();
     if let Ok(tag) = HeaderValue::from_str(&format!("\"{revision}\"")) {
         response.headers_mut().insert(header::ETAG, tag);
