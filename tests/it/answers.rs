@@ -86,8 +86,10 @@ fn check(cluster: &Cluster, pattern: &str, name: &str, variant: &Value, length: 
         &body(variant, length, &format!("whole {cell}")),
     )?;
     let answered = answer.header("x-microserving-pattern").unwrap_or_default().to_owned();
+    let name = pattern.split(':').next().unwrap_or_default();
+    let by_script = answered.strip_prefix("script:").is_some_and(|script| script == name);
     ensure!(
-        answered.starts_with(pattern.split(':').next().unwrap_or_default()),
+        by_script || (answered.starts_with(name) && !answered.contains("fallback")),
         "{cell}: served by {answered:?}"
     );
     let answer = essence(&answer).with_context(|| cell.clone())?;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use microserving_harness::{Daemon, OnPoint, Points, Proxy, binary_dir, http};
-use microserving_tests::prompt;
+use microserving_tests::{load_documented, prompt};
 use serde_json::{Value, json};
 
 const ENGINES: usize = 3;
@@ -203,7 +203,10 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 /// Kills at the points of a program, all of them or a sample in which each victim's turn comes.
 fn check(pattern: &str) -> Result<()> {
-    let rig = Rig::start()?;
+    check_on(&Rig::start()?, pattern)
+}
+
+fn check_on(rig: &Rig, pattern: &str) -> Result<()> {
     let calm = rig.run(pattern, 0, None)?;
     ensure!(calm.tokens.len() == MAX_TOKENS && calm.finished == 1, "{:?} {:?}", calm.tokens, calm.error);
     // An abort is nobody's await: it is sent after the request has gone on, or away.
@@ -267,6 +270,23 @@ fn prefill_decode() -> Result<()> {
 #[test]
 fn balanced() -> Result<()> {
     check("balanced:0.25")
+}
+
+#[test]
+fn adaptive() -> Result<()> {
+    check("adaptive")
+}
+
+#[test]
+fn adaptive_with_free_roles() -> Result<()> {
+    check("adaptive:free")
+}
+
+#[test]
+fn a_script() -> Result<()> {
+    let rig = Rig::start()?;
+    load_documented(rig.router.url(), "prefill_decode", "scripted")?;
+    check_on(&rig, "scripted")
 }
 
 #[test]
