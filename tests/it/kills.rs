@@ -75,7 +75,7 @@ fn start_engine(index: usize) -> Result<Daemon> {
 }
 
 impl Rig {
-    fn start() -> Result<Self> {
+    fn start(relay: bool) -> Result<Self> {
         let engines: Vec<Daemon> = (0..ENGINES).map(start_engine).collect::<Result<_>>()?;
         let urls: Vec<String> = engines.iter().map(|engine| engine.url().to_owned()).collect();
         let engines = Arc::new(Mutex::new(engines));
@@ -90,8 +90,8 @@ impl Rig {
             args.extend(["--engine".to_owned(), proxy.url().to_owned()]);
         }
         args.extend(["--min-engines".to_owned(), ENGINES.to_string()]);
-        // The proxies read HTTP/1.1, and a relayed stream makes one call, whose points would all be chunks.
-        args.extend(["--wire", "rest", "--relay", "false"].map(str::to_owned));
+        // The proxies read HTTP/1.1.
+        args.extend(["--wire", "rest", "--relay", &relay.to_string()].map(str::to_owned));
         let mut router =
             Daemon::spawn("router", &binary_dir()?.join("routerd"), &args, Duration::from_secs(20))?;
         router.wait_ready(Duration::from_secs(30))?;
@@ -203,7 +203,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 /// Kills at the points of a program, all of them or a sample in which each victim's turn comes.
 fn check(pattern: &str) -> Result<()> {
-    check_on(&Rig::start()?, pattern)
+    check_on(&Rig::start(false)?, pattern)
 }
 
 fn check_on(rig: &Rig, pattern: &str) -> Result<()> {
@@ -263,6 +263,16 @@ fn data_parallel() -> Result<()> {
 }
 
 #[test]
+fn relayed() -> Result<()> {
+    let rig = Rig::start(true)?;
+    check_on(&rig, "data_parallel")?;
+    let metrics = http::get(&format!("{}/metrics", rig.router.url()))?.body;
+    let resumed = metrics.lines().find(|line| line.starts_with("microserving_router_resumed_total "));
+    ensure!(resumed.is_some_and(|line| !line.ends_with(" 0")), "{resumed:?}");
+    Ok(())
+}
+
+#[test]
 fn prefill_decode() -> Result<()> {
     check("prefill_decode")
 }
@@ -284,7 +294,7 @@ fn adaptive_with_free_roles() -> Result<()> {
 
 #[test]
 fn a_script() -> Result<()> {
-    let rig = Rig::start()?;
+    let rig = Rig::start(false)?;
     load_documented(rig.router.url(), "prefill_decode", "scripted")?;
     check_on(&rig, "scripted")
 }

@@ -137,7 +137,16 @@ fn a_running_request_moves_and_its_source_goes_last() -> Result<()> {
 
 #[test]
 fn a_request_that_cannot_move_stays() -> Result<()> {
-    let mut cluster = Cluster::start(&slow_steps(1).router_args(["--relay", "false"]))?;
+    stays("false")
+}
+
+#[test]
+fn a_relayed_request_that_cannot_move_stays() -> Result<()> {
+    stays("true")
+}
+
+fn stays(relay: &str) -> Result<()> {
+    let mut cluster = Cluster::start(&slow_steps(1).router_args(["--relay", relay]))?;
     let url = format!("{}/admin/v1/migrate", cluster.router().url());
     let unknown = http::post(&url, &[], &json!({"request_id": "nobody"}))?;
     ensure!(unknown.status == 404, "{unknown:?}");
@@ -161,6 +170,43 @@ fn a_request_that_cannot_move_stays() -> Result<()> {
         }
     }
     ensure!(tokens == 60, "{tokens}");
+    cluster.wait_idle(Duration::from_secs(10))
+}
+
+/// Moves a relayed stream by an order, and another one by draining its engine: no token is lost or repeated.
+#[test]
+fn a_relayed_request_moves() -> Result<()> {
+    let mut cluster = Cluster::start(&slow_steps(2))?;
+    let router = cluster.router().url().to_owned();
+    for (temperature, seed) in [(0.0, 0), (0.8, 77)] {
+        let alone = Case {
+            prompt: prompt(PROMPT_TOKENS, 3),
+            max_tokens: MAX_TOKENS,
+            temperature,
+            seed,
+            salt: format!("alone-{seed}"),
+        };
+        let wanted = alone.send(cluster.engines()[0].url(), None)?;
+        let wanted: Vec<u64> = wanted.token_ids.iter().map(|&id| id.into()).collect();
+        let body = json!({
+            "prompt": alone.prompt, "max_tokens": MAX_TOKENS, "temperature": temperature, "seed": seed,
+            "cache_salt": format!("moves-{seed}"), "return_token_ids": true, "ignore_eos": true, "stream": true,
+        });
+        let moved = stream_and_move(&router, &body)?;
+        ensure!(moved.tokens == wanted, "{:?} is not {wanted:?}", moved.tokens);
+        let at = number(&moved.answer, "output_tokens")?;
+        ensure!(at >= MOVE_AT as u64 && at < u64::from(MAX_TOKENS), "{}", moved.answer);
+        let computed = number(&moved.answer, "computed")?;
+        ensure!(
+            computed < u64::from(PROMPT_TOKENS) / 4,
+            "the target computed {computed} tokens anew: {}",
+            moved.answer
+        );
+        eprintln!("moved after {at} tokens, {computed} computed anew: largest gap {:?}", moved.largest_gap);
+    }
+    let metrics = http::get(&format!("{router}/metrics"))?.body;
+    let has = |what: &str| metrics.lines().any(|line| line.contains(what) && !line.ends_with(" 0"));
+    ensure!(has("call=\"relay\",outcome=\"ok\"") && has("call=\"commit\",outcome=\"ok\""), "{metrics}");
     cluster.wait_idle(Duration::from_secs(10))
 }
 

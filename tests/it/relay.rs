@@ -1,9 +1,12 @@
-//! The router's short way, over real engines: byte for byte what the long way answers.
+//! The router's short way, over real engines: byte for byte what the long way answers, also when an engine is lost on the way.
 
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use microserving_harness::{Cluster, ClusterOptions, Daemon, binary_dir, http};
+use microserving_harness::{Cluster, ClusterOptions, Daemon, Points, Proxy, binary_dir, http};
 use serde_json::Value;
 
 const COMPLETIONS: &str = "/v1/completions";
@@ -113,4 +116,121 @@ fn both_ways_answer_byte_for_byte() -> Result<()> {
     }
     ensure!(num_relayed == 16, "{num_relayed} answers took the short way");
     Ok(())
+}
+
+/// Streams whose beginnings are of every kind that matters for going on: stop strings, half characters, a role, token ids, log-probabilities.
+const STREAMS: &[(&str, &str)] = &[
+    (COMPLETIONS, r#"{"prompt":"once","max_tokens":12,"seed":2,"temperature":1,"stream":true}"#),
+    (
+        COMPLETIONS,
+        r#"{"prompt":"a","max_tokens":40,"seed":5,"temperature":1,"stop":["e","th","q"],"stream":true,"stream_options":{"include_usage":true}}"#,
+    ),
+    (
+        COMPLETIONS,
+        r#"{"prompt":"hé","max_tokens":60,"seed":11,"temperature":1,"logit_bias":{"195":100,"169":100,"233":100},"ignore_eos":true,"stream":true,"stream_options":{"include_usage":true,"continuous_usage_stats":true}}"#,
+    ),
+    (
+        COMPLETIONS,
+        r#"{"prompt":"a","max_tokens":9,"seed":4,"logprobs":2,"return_token_ids":true,"stream":true}"#,
+    ),
+    (
+        CHATS,
+        r#"{"messages":[{"role":"user","content":"hi"}],"max_tokens":10,"seed":9,"stream":true,"stream_options":{"include_usage":true}}"#,
+    ),
+];
+
+/// As [`without_names`], and without what was found in caches; the names must be the same throughout.
+fn as_seen(body: &str) -> Result<String> {
+    let mut names = BTreeSet::new();
+    let mut seen = Vec::new();
+    for line in without_names(body)?.lines() {
+        let Some(json) = line.strip_prefix("data: {").map(|rest| format!("{{{rest}")) else {
+            seen.push(line.to_owned());
+            continue;
+        };
+        let mut value: Value = serde_json::from_str(&json)?;
+        if let Some(details) = value.pointer_mut("/usage/prompt_tokens_details/cached_tokens") {
+            *details = 0.into();
+        }
+        seen.push(value.to_string());
+    }
+    for line in body.lines().filter_map(|line| line.strip_prefix("data: {")) {
+        let value: Value = serde_json::from_str(&format!("{{{line}"))?;
+        names.insert(format!("{} {} {} {}", value["id"], value["created"], value["model"], value["object"]));
+    }
+    ensure!(names.len() == 1, "an answer of several names: {names:?}");
+    Ok(seen.join("\n"))
+}
+
+/// The connection to an engine breaks after its first, second, sixth and last event, and behind the text; the client does not notice.
+#[test]
+fn a_stream_that_loses_its_engine_goes_on() -> Result<()> {
+    let mut cluster = Cluster::start(&ClusterOptions::toy(3))?;
+    let (points, cut) = (Points::default(), Arc::new(Mutex::new(String::new())));
+    let reached = Arc::new(AtomicBool::new(false));
+    let seen = Arc::new(Mutex::new(0_usize));
+    let mut args = ["--min-engines", "3", "--wire", "rest"].map(str::to_owned).to_vec();
+    let mut proxies = Vec::new();
+    for engine in cluster.engines() {
+        let (cut, reached, seen) = (cut.clone(), reached.clone(), seen.clone());
+        let proxy = Proxy::start(
+            engine.url(),
+            points.clone(),
+            Arc::new(move |point: &str| {
+                if let Some(number) = point.strip_prefix("relay 0 event ") {
+                    *seen.lock().unwrap_or_else(PoisonError::into_inner) = number.parse().unwrap_or(0);
+                }
+                let cuts = *cut.lock().unwrap_or_else(PoisonError::into_inner) == point;
+                reached.fetch_or(cuts, Ordering::Relaxed);
+                !cuts
+            }),
+        )?;
+        args.extend(["--engine".to_owned(), proxy.url().to_owned()]);
+        proxies.push(proxy);
+    }
+    let patience = Duration::from_secs(20);
+    let mut router = Daemon::spawn("router", &binary_dir()?.join("routerd"), &args, patience)?;
+    router.wait_ready(patience)?;
+    let set_cut = |point: String| *cut.lock().unwrap_or_else(PoisonError::into_inner) = point;
+    for (number, (path, body)) in STREAMS.iter().enumerate() {
+        let ask = |run: usize| {
+            points.reset();
+            let body = body.replacen('{', &format!(r#"{{"cache_salt":"{number} {run}","#), 1);
+            let headers = [("x-request-id", "it-goes-on")];
+            let answer = http::post_bytes(&format!("{}{path}", router.url()), &headers, body.as_bytes())?;
+            ensure!(answer.header("x-request-id") == Some("it-goes-on"), "{answer:?}");
+            as_seen(&answer.body)
+        };
+        set_cut(String::new());
+        let calm = ask(0)?;
+        ensure!(calm.matches("data: [DONE]").count() == 1, "{calm}");
+        // The last one is [DONE].
+        let events = *seen.lock().unwrap_or_else(PoisonError::into_inner);
+        ensure!(events > 3, "{calm}");
+        for k in BTreeSet::from([1, 2, 5.min(events - 1), events - 2, events - 1]) {
+            reached.store(false, Ordering::Relaxed);
+            set_cut(format!("relay 0 event {k}"));
+            let got = ask(k)?;
+            ensure!(reached.load(Ordering::Relaxed), "{path} {body} has no event {k}");
+            ensure!(got == calm, "{path} {body}, cut after {k} of {events} events:\n{got}\n---\n{calm}");
+            wait_ready(router.url(), 3)?;
+        }
+    }
+    drop(router);
+    cluster.wait_idle(Duration::from_secs(10))
+}
+
+/// Waits until the router takes all its engines for ready again.
+fn wait_ready(router: &str, engines: usize) -> Result<()> {
+    let deadline = std::time::Instant::now() + Duration::from_secs(20);
+    loop {
+        let metrics = http::get(&format!("{router}/metrics"))?.body;
+        let ready =
+            |line: &&str| line.starts_with("microserving_router_engine_ready{") && line.ends_with(" 1");
+        if metrics.lines().filter(ready).count() == engines {
+            return Ok(());
+        }
+        ensure!(std::time::Instant::now() < deadline, "{metrics}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }

@@ -57,6 +57,6 @@ pub use logging::{LogFormat, init_logging};
 pub use options::DaemonOptions;
 pub use reference::reference_table;
 pub use run::{Daemon, Refused, describe, run_daemon};
-pub use serve::{Answering, HttpServer, ServeError, Shortcut};
+pub use serve::{HttpServer, ResponseFuture, ServeError, Shortcut};
 pub use shutdown::{Hangups, Shutdown};
 pub use values::{ByteSize, positive_seconds, seconds};

@@ -62,11 +62,11 @@ pub struct HttpServer {
 }
 
 /// An answer being made.
-pub type Answering = Pin<Box<dyn Future<Output = Response> + Send>>;
+pub type ResponseFuture = Pin<Box<dyn Future<Output = Response> + Send>>;
 
 /// A way past the routes for requests that are too many to look for theirs: takes a request and the largest body it may have, or gives
 /// it back.
-pub type Shortcut = dyn Fn(Request, usize) -> Result<Answering, Request> + Send + Sync;
+pub type Shortcut = dyn Fn(Request, usize) -> Result<ResponseFuture, Request> + Send + Sync;
 
 /// What serves all requests but those for health.
 struct Installed {

@@ -15,7 +15,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Hears of each point that a call comes to; false cuts the connection there.
 ///
-/// A point is named `CALL NUMBER WHERE`: the call, its number among those of this name through all proxies that share [`Points`], and
+/// A point is named `CALL NUMBER WHERE`: the call (`relay` is a client's request that is passed on), its number among those of this name through all proxies that share [`Points`], and
 /// `before` (nothing has reached the engine), `answered` (nothing has reached the router), `after` (everything has), or `event N` (so
 /// many events of the stream have).
 pub type OnPoint = Arc<dyn Fn(&str) -> bool + Send + Sync>;
@@ -134,6 +134,7 @@ fn relay(
         .filter(|call| {
             ["prep_recv", "remote_send", "start_generate", "commit", "pause", "abort"].contains(call)
         })
+        .or_else(|| is_relayed(&head).then_some("relay"))
         .map(|call| format!("{call} {}", points.number(call)));
     let passes = |place: &str| call.as_ref().is_none_or(|call| on_point(&format!("{call} {place}")));
     if !passes("before") {
@@ -144,7 +145,7 @@ fn relay(
     engine.set_read_timeout(Some(PATIENCE))?;
     engine.write_all(head.as_bytes())?;
     engine.write_all(&body)?;
-    if call.as_ref().is_some_and(|call| call.starts_with("start_generate")) {
+    if call.as_ref().is_some_and(|call| call.starts_with("start_generate") || call.starts_with("relay")) {
         return relay_events(&mut engine, &mut to_client, &passes);
     }
     if call.is_none() {
@@ -158,6 +159,12 @@ fn relay(
         passes("after");
     }
     Ok(())
+}
+
+/// Says whether a router passes a client's request on as it is.
+fn is_relayed(head: &str) -> bool {
+    head.starts_with("POST /v1/")
+        && head.lines().any(|line| line.to_ascii_lowercase().starts_with("x-microserving-relay:"))
 }
 
 /// Returns the head, changed so that the connection closes behind the answer, and the body.

@@ -39,7 +39,7 @@ impl Class {
     pub(crate) const ALL: [Self; 3] = [Self::High, Self::Normal, Self::Low];
 
     /// Returns the class of a request's `priority`.
-    pub(crate) const fn of(priority: i32) -> Self {
+    pub(crate) const fn of(priority: i64) -> Self {
         match priority {
             1.. => Self::High,
             0 => Self::Normal,
@@ -161,17 +161,17 @@ impl Admission {
         slot.map_err(|_| QueueFull)
     }
 
-    /// Lets a request run if a place is free just now; it is of the middle class, and its prompt counts nothing.
-    pub(crate) fn try_enter(self: &Arc<Self>, tenant: &str) -> Option<Slot> {
+    /// Lets a request run if a place is free just now; its prompt counts nothing yet.
+    pub(crate) fn try_enter(self: &Arc<Self>, class: Class, tenant: &str) -> Option<Slot> {
         let mut state = self.lock();
         if state.running >= self.most_running {
             return None;
         }
         state.running += 1;
-        let queue = &mut state.classes[Class::Normal as usize];
+        let queue = &mut state.classes[class as usize];
         let tenant = queue.arrive(tenant);
         queue.serve(&tenant, 0);
-        Some(self.slot(Class::Normal, tenant))
+        Some(self.slot(class, tenant))
     }
 
     /// Returns how many wait in each class.
@@ -269,6 +269,21 @@ impl Place {
         self.slot.note_token();
     }
 
+    /// Notes so many generated tokens.
+    pub(crate) fn note_tokens(&self, num_tokens: u32) {
+        self.slot.note(num_tokens.into());
+    }
+
+    /// Notes the prompt of a request that was let in before anybody knew its length.
+    pub(crate) fn note_prompt(&self, num_tokens: u32) {
+        self.slot.serve(num_tokens.into());
+    }
+
+    /// Takes [`Place::note_prompt`] back: it will be counted when it is known.
+    pub(crate) fn take_back_prompt(&self, num_tokens: u32) {
+        self.slot.unserve(num_tokens.into());
+    }
+
     /// Gives back the leave to run, and stays inside.
     pub(crate) fn into_inside(self) -> OwnedSemaphorePermit {
         self._inside
@@ -285,9 +300,10 @@ impl RouterService {
     pub(crate) fn try_admit(
         &self,
         inside: OwnedSemaphorePermit,
+        class: Class,
         tenant: &str,
     ) -> Result<Place, OwnedSemaphorePermit> {
-        match self.admission.try_enter(tenant) {
+        match self.admission.try_enter(class, tenant) {
             Some(slot) => Ok(Place { _inside: inside, slot }),
             None => Err(inside),
         }
@@ -300,7 +316,7 @@ impl RouterService {
         request: &Request,
     ) -> Result<Place, ApiError> {
         self.shed(request)?;
-        let class = Class::of(request.priority());
+        let class = Class::of(request.priority().into());
         match self.admission.enter(class, request.tenant(), request.len()).await {
             Ok(slot) => Ok(Place { _inside: inside, slot }),
             Err(QueueFull) => Err(self.turn_away("queue")),
@@ -366,8 +382,27 @@ impl Drop for Leaving<'_> {
 impl Slot {
     /// Notes a generated token.
     pub(crate) fn note_token(&self) {
-        if self.produced.fetch_add(1, Ordering::Relaxed) + 1 >= BATCH {
+        self.note(1);
+    }
+
+    fn note(&self, num_tokens: u64) {
+        if self.produced.fetch_add(num_tokens, Ordering::Relaxed) + num_tokens >= BATCH {
             self.charge(&mut self.admission.lock());
+        }
+    }
+
+    fn serve(&self, tokens: u64) {
+        self.change(|served| served.saturating_add(tokens));
+    }
+
+    fn unserve(&self, tokens: u64) {
+        self.change(|served| served.saturating_sub(tokens));
+    }
+
+    fn change(&self, change: impl FnOnce(u64) -> u64) {
+        let mut state = self.admission.lock();
+        if let Some(tenant) = state.classes[self.class as usize].tenants.get_mut(&self.tenant) {
+            tenant.served = change(tenant.served);
         }
     }
 

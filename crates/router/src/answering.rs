@@ -18,7 +18,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use microserving_client::{CallContext, ClientError, EngineKind};
-use microserving_protocol::{Attempt, CompletionResponse, Usage};
+use microserving_protocol::{Attempt, CompletionResponse, TokenId, Usage};
 use tokio::time::Instant;
 use tracing::{debug, info};
 
@@ -27,7 +27,7 @@ use crate::ctx::{Shared, Troubles};
 use crate::kept::{Kept, is_worth_sending};
 use crate::line::Line;
 use crate::live::{Done, Listed, Order};
-use crate::moving::{Arrived, Move, Progress};
+use crate::moving::{self, Arrived, Move, Progress, cannot_move};
 use crate::program::PlannedMove;
 use crate::stats::StatsCell;
 use crate::{Ctx, Engine, Error, Program, Request, Seat};
@@ -59,6 +59,15 @@ pub(crate) struct Answering {
     /// Since when nothing has come because an engine was lost.
     interrupted: Option<Instant>,
     over: bool,
+}
+
+/// What another way of serving has given the client of an answer with one choice.
+pub(crate) struct Given {
+    pub(crate) output: Vec<TokenId>,
+    /// The client has its end, too.
+    pub(crate) finished: bool,
+    pub(crate) listed: Listed,
+    pub(crate) troubles: Troubles,
 }
 
 /// A move under way.
@@ -107,12 +116,78 @@ impl Answering {
         shared.traffic.arrive();
         let request = Arc::new(request);
         let n = request.params().n;
-        let mut answering = Self {
-            listed: shared.live.enter(request.seq_id(), call.request_id.as_deref()),
+        let listed = shared.live.enter(request.seq_id(), call.request_id.as_deref());
+        let mut answering =
+            Self::idle(shared, program, request.clone(), call, listed, vec![Kept::default(); n as usize]);
+        answering.start(request, (0..n).collect(), Attempt(0));
+        answering
+    }
+
+    /// Goes on with an answer that was given in another way until its engine was lost.
+    ///
+    /// # Errors
+    /// The error itself, if there is to be no other attempt.
+    pub(crate) fn resume(
+        shared: &Shared,
+        program: &Arc<dyn Program>,
+        request: Arc<Request>,
+        call: &CallContext,
+        given: Given,
+        error: Error,
+    ) -> Result<Self, Error> {
+        let mut answering = Self::taking_over(shared, program, request.clone(), call, given);
+        if answering.kept[0].finished {
+            debug!(%error, "the engine was lost after its last token");
+            return Ok(answering);
+        }
+        answering.failures.judge(shared, call, &request, 1, error)?;
+        answering.interrupted = Some(Instant::now());
+        answering.continue_choice(&request, 0, Attempt(1));
+        Ok(answering)
+    }
+
+    /// Goes on with an answer that was given in another way until it moved.
+    pub(crate) fn moved(
+        shared: &Shared,
+        program: &Arc<dyn Program>,
+        request: Arc<Request>,
+        call: &CallContext,
+        given: Given,
+        arrived: Arrived,
+    ) -> Self {
+        let mut answering = Self::taking_over(shared, program, request, call, given);
+        let Arrived { ctx, request, first, stream, .. } = arrived;
+        answering.stats = ctx.stats.clone();
+        answering.lines.push(Line::running(ctx, request, vec![0], first, stream));
+        answering
+    }
+
+    fn taking_over(
+        shared: &Shared,
+        program: &Arc<dyn Program>,
+        request: Arc<Request>,
+        call: &CallContext,
+        given: Given,
+    ) -> Self {
+        let Given { output, finished, listed, troubles } = given;
+        let idle = Self::idle(shared, program, request, call, listed, vec![Kept::given(output, finished)]);
+        Self { troubles, resumed: true, ..idle }
+    }
+
+    fn idle(
+        shared: &Shared,
+        program: &Arc<dyn Program>,
+        request: Arc<Request>,
+        call: &CallContext,
+        listed: Listed,
+        kept: Vec<Kept>,
+    ) -> Self {
+        Self {
+            listed,
             shared: shared.clone(),
             program: program.clone(),
-            kept: vec![Kept::default(); n as usize],
-            request: request.clone(),
+            kept,
+            request,
             call: call.clone(),
             lines: Vec::with_capacity(1),
             turn: 0,
@@ -126,9 +201,7 @@ impl Answering {
             resumed: false,
             interrupted: None,
             over: false,
-        };
-        answering.start(request, (0..n).collect(), Attempt(0));
-        answering
+        }
     }
 
     /// Returns the statistics of the run that came last.
@@ -306,18 +379,22 @@ impl Answering {
         self.resumed = true;
         self.last = None;
         for choice in open {
-            let kept = &self.kept[choice as usize];
-            info!(
-                request_id = self.call.request_id.as_deref(),
-                seq_id = %self.request.seq_id(),
-                choice,
-                num_tokens = kept.num_tokens(),
-                "going on elsewhere"
-            );
-            self.shared.metrics.resumed.inc();
-            let next = line.request.continuing(choice, &kept.output, kept.begun);
-            self.start(Arc::new(next), vec![choice], attempt);
+            self.continue_choice(&line.request, choice, attempt);
         }
+    }
+
+    fn continue_choice(&mut self, request: &Request, choice: u32, attempt: Attempt) {
+        let kept = &self.kept[choice as usize];
+        info!(
+            request_id = self.call.request_id.as_deref(),
+            seq_id = %self.request.seq_id(),
+            choice,
+            num_tokens = kept.num_tokens(),
+            "going on elsewhere"
+        );
+        self.shared.metrics.resumed.inc();
+        let next = request.continuing(choice, &kept.output, kept.begun);
+        self.start(Arc::new(next), vec![choice], attempt);
     }
 
     /// Runs the program for some of the choices.
@@ -356,15 +433,7 @@ impl Answering {
     fn target(&self, to: Option<Arc<Engine>>) -> Result<Seat, Error> {
         let line = self.lines.first().ok_or_else(|| cannot_move("it has finished"))?;
         let source = line.engine().ok_or_else(|| cannot_move("nobody decodes it yet"))?;
-        match to {
-            Some(to) if to.number() == source.number() => Err(cannot_move("it is there already")),
-            Some(to) if !to.exchanges_with(source) => Err(cannot_move("the engines' KV layouts differ")),
-            Some(to) => Ok(line.ctx().seat_beside(&to)),
-            None => line
-                .ctx()
-                .other_decoder(&line.request, source)
-                .ok_or_else(|| cannot_move("there is no other engine that may take it")),
-        }
+        moving::target(line.ctx(), &line.request, source, to.as_ref())
     }
 
     /// Begins the move that the program wants, once the answer is as long as it said.
@@ -479,8 +548,4 @@ impl Answering {
         let output = self.kept.iter().fold(0, |sum: u32, kept| sum.saturating_add(kept.num_tokens()));
         Usage::new(self.request.prompt_len(), output, cached)
     }
-}
-
-fn cannot_move(reason: &str) -> Error {
-    Error::CannotMove { reason: reason.to_owned() }
 }

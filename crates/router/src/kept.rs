@@ -14,6 +14,11 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
+    /// Makes one of what the client has had of its beginning.
+    pub(crate) fn given(output: Vec<TokenId>, finished: bool) -> Self {
+        Self { output, begun: true, finished, opaque: false }
+    }
+
     /// Takes what is new of the choice; false if it had ended before, so that none of it is for the client.
     pub(crate) fn take(&mut self, new: &CompletionChoice, echoes: bool) -> bool {
         if self.finished {

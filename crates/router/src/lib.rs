@@ -105,7 +105,7 @@ pub use control::Change;
 pub use ctx::Ctx;
 pub use engine::{Engine, EngineSpec, Health, Load, Role};
 pub use error::Error;
-pub use http::Answering;
+pub use http::ResponseFuture;
 pub use ids::Randomness;
 pub use metrics::Metrics;
 pub use moving::Moved;

@@ -69,6 +69,27 @@ impl Progress {
     }
 }
 
+/// Takes a place on the engine that a request is to move to: the one named, or the best other one.
+pub(crate) fn target(
+    ctx: &Ctx,
+    request: &Request,
+    source: &Engine,
+    to: Option<&Arc<Engine>>,
+) -> Result<Seat, Error> {
+    match to {
+        Some(to) if to.number() == source.number() => Err(cannot_move("it is there already")),
+        Some(to) if !to.exchanges_with(source) => Err(cannot_move("the engines' KV layouts differ")),
+        Some(to) => Ok(ctx.seat_beside(to)),
+        None => ctx
+            .other_decoder(request, source)
+            .ok_or_else(|| cannot_move("there is no other engine that may take it")),
+    }
+}
+
+pub(crate) fn cannot_move(reason: &str) -> Error {
+    Error::CannotMove { reason: reason.to_owned() }
+}
+
 /// A request that runs on the target. The source's stream must yield all of its `outputs` before this one is read.
 pub(crate) struct Arrived {
     pub(crate) ctx: Ctx,
@@ -98,43 +119,27 @@ pub(crate) struct Move {
 impl Move {
     /// Moves; ends when the target has yielded a first chunk.
     pub(crate) async fn run(self) -> Result<Arrived, Error> {
-        let page = self.source.page_size().or_else(|| self.target.engine().page_size());
-        let mut copies = Copies { of: &self, page: page.unwrap_or(u32::MAX).max(1), copied: 0, round: 0 };
-        while copies.round < MAX_ROUNDS && copies.copy(&self.so_far(&self.progress.get())).await? {}
-        let copied_running = copies.copied;
-
+        let mut copies = self.copy_running().await?;
         // From here on the source may stand still, even if its answer is lost.
-        self.paused.store(true, Ordering::Relaxed);
+        copies.of.paused.store(true, Ordering::Relaxed);
         let stopped = Instant::now();
-        let (output, cached) = self.pause().await?;
-        let tokens = self.so_far(&output);
-        copies.copy(&tokens).await?;
-        let copied = copies.copied;
+        let (output, cached) = copies.of.pause().await?;
+        let copied_running = copies.copied;
+        copies.copy(&output).await?;
+        copies.change_over(output, cached, copied_running, stopped).await
+    }
 
-        let Self { ctx, request, choice, source, target, .. } = self;
-        let to = target.engine().name().to_owned();
-        let ctx = ctx.next_attempt(Attempt(ctx.attempt.0.saturating_add(1)));
-        let next = Arc::new(request.continuing(choice, &output, true));
-        if let Some(cached) = cached {
-            ctx.stats.set_cached_before(cached);
+    /// Copies what the source has, until there is at most a page more.
+    pub(crate) async fn copy_running(self) -> Result<Copies, Error> {
+        let page = self.source.page_size().or_else(|| self.target.engine().page_size());
+        let mut copies = Copies { of: self, page: page.unwrap_or(u32::MAX).max(1), copied: 0, round: 0 };
+        while copies.round < MAX_ROUNDS {
+            let output = copies.of.progress.get();
+            if !copies.copy(&output).await? {
+                break;
+            }
         }
-        let target = target.with_ctx(ctx.clone());
-        let mut stream = target.start_generate(&next, copied.min(next.len() - 1)).await?;
-        let first = match stream.next().await {
-            Some(first) => first?,
-            None => return Err(Error::Incomplete { engine: to }),
-        };
-        let moved = Moved {
-            from: source.name().to_owned(),
-            to,
-            output_tokens: u32::try_from(output.len()).unwrap_or(u32::MAX),
-            copied_running,
-            copied_paused: copied - copied_running,
-            computed: next.len() - copied,
-            paused_micros: u64::try_from(stopped.elapsed().as_micros()).unwrap_or(u64::MAX),
-        };
-        info!(seq_id = %request.seq_id(), ?moved, "request moved");
-        Ok(Arrived { ctx, request: next, first, stream, moved })
+        Ok(copies)
     }
 
     /// Returns prompt and output.
@@ -166,17 +171,60 @@ impl Move {
 }
 
 /// The copies of one move: each goes on where the last one ended.
-struct Copies<'a> {
-    of: &'a Move,
+#[derive(Debug)]
+pub(crate) struct Copies {
+    of: Move,
     page: u32,
     copied: u32,
     round: u32,
 }
 
-impl Copies<'_> {
-    /// Copies the whole pages of `tokens` that have not been; says whether more than one page was there to copy, so that there may be
-    /// more by now.
-    async fn copy(&mut self, tokens: &[TokenId]) -> Result<bool, Error> {
+impl Copies {
+    /// As [`Copies::change_over`], from a source that stops when nobody listens to it any more: what it has said is all that counts.
+    pub(crate) async fn leave_for(self, output: Vec<TokenId>) -> Result<Arrived, Error> {
+        let copied = self.copied;
+        self.change_over(output, None, copied, Instant::now()).await
+    }
+
+    /// Generates on the target behind `output`; ends when it has yielded a first chunk.
+    async fn change_over(
+        self,
+        output: Vec<TokenId>,
+        cached: Option<u32>,
+        copied_running: u32,
+        stopped: Instant,
+    ) -> Result<Arrived, Error> {
+        let copied = self.copied;
+        let Move { ctx, request, choice, source, target, .. } = self.of;
+        let to = target.engine().name().to_owned();
+        let ctx = ctx.next_attempt(Attempt(ctx.attempt.0.saturating_add(1)));
+        let next = Arc::new(request.continuing(choice, &output, true));
+        if let Some(cached) = cached {
+            ctx.stats.set_cached_before(cached);
+        }
+        let target = target.with_ctx(ctx.clone());
+        let mut stream = target.start_generate(&next, copied.min(next.len() - 1)).await?;
+        let first = match stream.next().await {
+            Some(first) => first?,
+            None => return Err(Error::Incomplete { engine: to }),
+        };
+        let moved = Moved {
+            from: source.name().to_owned(),
+            to,
+            output_tokens: u32::try_from(output.len()).unwrap_or(u32::MAX),
+            copied_running,
+            copied_paused: copied - copied_running,
+            computed: next.len() - copied,
+            paused_micros: u64::try_from(stopped.elapsed().as_micros()).unwrap_or(u64::MAX),
+        };
+        info!(seq_id = %request.seq_id(), ?moved, "request moved");
+        Ok(Arrived { ctx, request: next, first, stream, moved })
+    }
+
+    /// Copies the whole pages of prompt and output that have not been; says whether more than one page was there to copy, so that
+    /// there may be more by now.
+    async fn copy(&mut self, output: &[TokenId]) -> Result<bool, Error> {
+        let tokens = self.of.so_far(output);
         // The last token has been drawn and not been fed: it has no KV yet.
         let computed = u32::try_from(tokens.len()).unwrap_or(u32::MAX).saturating_sub(1);
         let whole = computed / self.page * self.page;
@@ -184,7 +232,7 @@ impl Copies<'_> {
             return Ok(false);
         }
         let new = whole - self.copied;
-        let Move { ctx, request, source, target, .. } = self.of;
+        let Move { ctx, request, source, target, .. } = &self.of;
         let name = format!("{}-move", request.seq_id());
         let copy = request.copying(&name, &tokens[..whole as usize]);
         // Names of attempts rise from move to move of one request, as those of its own attempts do.

@@ -7,6 +7,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use serde_json::{Map, Value};
 
+use crate::client_headers::ClientHeaders;
 use crate::programs::{AdaptiveFactory, BalancedFactory, MigrateFactory};
 use crate::{DataParallel, Fallback, Parameter, Parameters, PrefillDecode, Program, Request, Rule};
 
@@ -329,6 +330,15 @@ impl Patterns {
             Some(at) => (Some(at), rules[at].chosen.clone()),
             None => (None, current),
         }
+    }
+
+    /// As [`Patterns::for_request`], for a request of which only model and headers are known; nothing if a rule must know more.
+    pub(crate) fn for_unread(&self, model: Option<&str>, headers: &ClientHeaders) -> Option<Arc<Chosen>> {
+        self.read(|state| match state.rules.iter().find(|ruled| ruled.rule.fits_unread(model, headers)) {
+            Some(ruled) if ruled.rule.counts_tokens() => None,
+            Some(ruled) => Some(ruled.chosen.clone()),
+            None => Some(state.current.clone()),
+        })
     }
 
     fn read<T>(&self, f: impl FnOnce(&State) -> T) -> T {

@@ -98,6 +98,11 @@ impl Request {
         self.headers.get(name)
     }
 
+    /// Returns what has been kept of the client's headers.
+    pub(crate) const fn headers(&self) -> &ClientHeaders {
+        &self.headers
+    }
+
     /// Returns its priority; higher goes first, 0 is usual.
     #[must_use]
     pub const fn priority(&self) -> i32 {

@@ -3,7 +3,7 @@
 use microserving_protocol::{ApiError, Fields};
 use serde_json::{Map, Value, json};
 
-use crate::client_headers::is_secret;
+use crate::client_headers::{ClientHeaders, is_secret};
 use crate::{Pattern, Request};
 
 /// Rules that there may be.
@@ -47,17 +47,27 @@ impl Rule {
     /// Says whether a request is one of those it is for.
     #[must_use]
     pub fn fits(&self, request: &Request) -> bool {
+        self.min_tokens.is_none_or(|min| request.len() >= min)
+            && self.max_tokens.is_none_or(|max| request.len() <= max)
+            && self.fits_unread(request.model(), request.headers())
+    }
+
+    /// As [`Rule::fits`], but for the length.
+    pub(crate) fn fits_unread(&self, model: Option<&str>, headers: &ClientHeaders) -> bool {
         let header = |rule: &HeaderRule| {
-            let value = request.header(&rule.name);
+            let value = headers.get(&rule.name);
             value.is_some_and(|value| {
                 if rule.is_prefix { value.starts_with(&rule.value) } else { value == rule.value }
             })
         };
-        self.min_tokens.is_none_or(|min| request.len() >= min)
-            && self.max_tokens.is_none_or(|max| request.len() <= max)
-            && self.model.as_deref().is_none_or(|model| request.model() == Some(model))
-            && self.tenant.as_deref().is_none_or(|tenant| request.tenant() == tenant)
+        self.model.as_deref().is_none_or(|wanted| model == Some(wanted))
+            && self.tenant.as_deref().is_none_or(|tenant| headers.tenant() == tenant)
             && self.header.as_ref().is_none_or(header)
+    }
+
+    /// Says whether it is about the length of the prompt.
+    pub(crate) const fn counts_tokens(&self) -> bool {
+        self.min_tokens.is_some() || self.max_tokens.is_some()
     }
 
     pub(crate) fn to_json(&self) -> Value {

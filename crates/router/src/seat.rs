@@ -215,7 +215,7 @@ impl Seat {
         let source = match answer {
             Ok(answer) => {
                 // The head of a stream says little; its first chunk says more.
-                if call != "start_generate" {
+                if !matches!(call, "start_generate" | "relay") {
                     self.engine().note_sign();
                     self.engine().note_verdict(Verdict::Good);
                 }
@@ -254,7 +254,7 @@ impl Seat {
 
     /// Returns the context of a call that begins now: its deadline is that of a step which computes `uncached` of `len` tokens and sends
     /// `sent`. A profile that nobody measured predicts nothing.
-    fn step(&self, uncached: u32, len: u32, sent: u32) -> CallContext {
+    pub(crate) fn step(&self, uncached: u32, len: u32, sent: u32) -> CallContext {
         let engine = self.engine();
         let measured = engine.profile_source() != ProfileSource::Neutral;
         let predicted = measured.then(|| {
@@ -264,6 +264,16 @@ impl Seat {
         });
         let deadline = self.ctx.shared.steps.until(Instant::now(), predicted, self.ctx.call.deadline);
         CallContext { deadline, ..self.ctx.call.clone() }
+    }
+
+    /// Returns what all calls from this seat share.
+    pub(crate) const fn ctx(&self) -> &Ctx {
+        &self.ctx
+    }
+
+    /// Begins to time a prefill that is about to be asked for.
+    pub(crate) fn time_prefill(&self) -> PrefillTimer {
+        PrefillTimer::start(&self.in_flight)
     }
 
     /// Goes on in another context.

@@ -43,6 +43,12 @@ impl ChatStream {
         Self::default()
     }
 
+    /// Goes on with a stream whose client has had the beginning of these choices.
+    #[must_use]
+    pub fn going_on(choices: impl IntoIterator<Item = u32>) -> Self {
+        Self { begun: choices.into_iter().collect() }
+    }
+
     /// Turns the next chunk.
     pub fn convert(&mut self, chunk: CompletionResponse) -> ChatChunk {
         ChatChunk {

@@ -55,6 +55,13 @@ impl Answer {
         }
     }
 
+    /// Goes on with an answer of which the client has had the beginning, and its usage or not.
+    pub(crate) fn begun(self, created: u64, first: Option<Instant>, usage_shown: bool) -> Self {
+        let include_usage = self.include_usage && !usage_shown;
+        let last = first.map(|_| Instant::now());
+        Self { created, first, last, include_usage, ..self }
+    }
+
     /// Notes that something has come from the engine.
     pub(crate) fn note_chunk(&mut self, metrics: &Metrics) {
         let now = Instant::now();

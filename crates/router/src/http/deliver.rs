@@ -7,6 +7,7 @@ use axum::Json;
 use axum::body::{Body, Bytes};
 use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse, Response};
+use futures::Stream;
 use microserving_client::CallContext;
 use microserving_protocol::{
     ApiError, ChatStream, CompletionRequest, CompletionResponse, SSE_DONE, SeqId, chat_response, sse_event,
@@ -113,7 +114,7 @@ async fn whole(
 }
 
 /// Logs what went wrong, and returns what the client is told.
-fn note_failure(error: &Error, request_id: Option<&str>, seq_id: &SeqId) -> ApiError {
+pub(crate) fn note_failure(error: &Error, request_id: Option<&str>, seq_id: &SeqId) -> ApiError {
     let told = error.to_api_error();
     // Too little room is told to everybody and counted; a line for each would only bury the rest.
     if told.status >= 500 && told.status != 503 {
@@ -122,6 +123,29 @@ fn note_failure(error: &Error, request_id: Option<&str>, seq_id: &SeqId) -> ApiE
         info!(request_id, %seq_id, error = %describe(error), "request refused");
     }
     told
+}
+
+/// Goes on with a stream whose beginning the client has had in another way.
+pub(crate) fn go_on(
+    service: &Arc<RouterService>,
+    answer: Answer,
+    chat: bool,
+    seq_id: SeqId,
+    rest: Answering,
+    record: RequestRecord,
+    place: Place,
+) -> impl Stream<Item = Result<Bytes, Infallible>> + Send + use<> {
+    let events = Events {
+        service: service.clone(),
+        seq_id,
+        answer,
+        chat: chat.then(|| ChatStream::going_on([0])),
+        first: None,
+        rest: Some(rest),
+        record,
+        place,
+    };
+    events.into_stream()
 }
 
 /// A stream on its way to a client; the client's pace decides when the next chunk is asked for.
@@ -159,16 +183,19 @@ impl Events {
         }
     }
 
-    fn into_response(self) -> Response {
-        let events = futures::stream::unfold(self, |mut events| async move {
+    fn into_stream(self) -> impl Stream<Item = Result<Bytes, Infallible>> + Send {
+        futures::stream::unfold(self, |mut events| async move {
             let bytes = events.next().await?;
-            Some((Ok::<_, Infallible>(bytes), events))
-        });
+            Some((Ok(bytes), events))
+        })
+    }
+
+    fn into_response(self) -> Response {
         let headers = [
             (header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8")),
             (header::CACHE_CONTROL, HeaderValue::from_static("no-cache")),
         ];
-        (headers, Body::from_stream(events)).into_response()
+        (headers, Body::from_stream(self.into_stream())).into_response()
     }
 
     /// Returns the next event. After the first token an error is an event, and the last one.

@@ -140,17 +140,13 @@ impl Arrival {
                 return Err(Failure(error));
             }
         };
-        // What is passed on as it is has no tokens to look at: rules, queues and predictions want those.
-        if (is_asked_for || !service.patterns.has_rules())
-            && service.cluster().thresholds().max_ttft.is_none()
-        {
-            match service.try_admit(inside, headers.tenant()) {
-                Ok(place) => {
-                    if let Some(begun) = relay::begin(service, &call, &chosen, &body, door).await {
-                        return Ok(begun.into_response(service, at, call, &chosen, record, place));
-                    }
-                    inside = place.into_inside();
-                }
+        // What is passed on as it is has no tokens to look at: predictions want those.
+        if service.cluster().thresholds().max_ttft.is_none() {
+            let rules = (!is_asked_for).then_some(&service.patterns);
+            let asked =
+                relay::Asked { service, call: &call, chosen: &chosen, rules, headers: &headers, door };
+            match relay::begin(asked, &body, inside).await {
+                Ok(begun) => return Ok(begun.into_response(service, at, call, headers, record)),
                 Err(given_back) => inside = given_back,
             }
         }
@@ -236,8 +232,25 @@ pub(super) async fn read(service: &RouterService, call: &CallContext, asked: Ask
     }
 }
 
+/// Reads a request that was passed on unread, which the engine has found good.
+pub(crate) async fn read_again(
+    service: &RouterService,
+    call: &CallContext,
+    body: Bytes,
+    door: Door,
+    seq_id: SeqId,
+) -> Result<(Request, CompletionRequest), Error> {
+    let (asked, _) = Asked::read(body, door).await?;
+    let read = in_time(call, read(service, call, asked)).await?;
+    Ok((named_request(service, &read, seq_id)?, read.completion))
+}
+
 /// Checks every bound that can be checked without an engine.
 pub(super) fn request(service: &RouterService, read: &Read) -> Result<Request, Error> {
+    named_request(service, read, SeqId::from(service.randomness.name("cmpl-")))
+}
+
+fn named_request(service: &RouterService, read: &Read, seq_id: SeqId) -> Result<Request, Error> {
     let params = read.completion.generation(service.randomness.draw())?;
     let num_tokens = read.tokens.len();
     if num_tokens == 0 && read.written.is_none() {
@@ -249,7 +262,6 @@ pub(super) fn request(service: &RouterService, read: &Read) -> Result<Request, E
         let message = format!("the prompt has {num_tokens} tokens, must leave room in a context of {most}");
         return Err(ApiError::bad_request("prompt", message).with_code("context_length_exceeded").into());
     }
-    let seq_id = SeqId::from(service.randomness.name("cmpl-"));
     let mut request = Request::new(seq_id, &read.completion, params, read.tokens.clone());
     if let Some(written) = read.written.clone() {
         request = request.written_as(written);

@@ -21,8 +21,11 @@ use axum::response::Response;
 use axum::routing::{MethodRouter, get, post};
 use microserving_protocol::ApiError;
 
+pub(crate) use answer::Answer;
+pub(crate) use deliver::{go_on, note_failure};
+pub(crate) use generate::read_again;
 pub(crate) use headers::PATTERN;
-pub use shortcut::Answering;
+pub use shortcut::ResponseFuture;
 
 use crate::RouterService;
 use respond::Failure;

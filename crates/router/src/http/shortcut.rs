@@ -13,7 +13,7 @@ use super::{generate, headers};
 use crate::RouterService;
 
 /// An answer being made.
-pub type Answering = Pin<Box<dyn Future<Output = Response> + Send>>;
+pub type ResponseFuture = Pin<Box<dyn Future<Output = Response> + Send>>;
 
 impl RouterService {
     /// Serves a request that generates just as [`RouterService::http`] does, without finding its way there through routes and layers, which
@@ -21,7 +21,11 @@ impl RouterService {
     ///
     /// # Errors
     /// Gives any other request back.
-    pub fn shortcut(self: &Arc<Self>, request: Request, max_body_bytes: usize) -> Result<Answering, Request> {
+    pub fn shortcut(
+        self: &Arc<Self>,
+        request: Request,
+        max_body_bytes: usize,
+    ) -> Result<ResponseFuture, Request> {
         if request.method() != Method::POST {
             return Err(request);
         }

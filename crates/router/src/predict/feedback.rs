@@ -1,7 +1,7 @@
 //! What requests really took, told to the engine's corrections.
 
 use microserving_cost::Phase;
-use microserving_protocol::{RemoteSendResponse, Usage};
+use microserving_protocol::{RelayUsage, RemoteSendResponse, Usage};
 use tokio::time::Instant;
 
 use super::Outlook;
@@ -115,6 +115,23 @@ impl StreamTimer {
             _ => self.last = None,
         }
         self.chunks = self.chunks.wrapping_add(1);
+    }
+
+    /// Events are there whose tokens are so many: only one token's time is that of a step.
+    pub(crate) fn tokens(&mut self, engine: &Engine, num_tokens: usize) {
+        if num_tokens == 1 || self.chunks == 0 {
+            self.chunk(engine);
+        } else {
+            self.last = None;
+            self.waited = false;
+            self.chunks = self.chunks.wrapping_add(1);
+        }
+    }
+
+    /// As [`Self::usage`], for a prompt whose length was a guess until now.
+    pub(crate) fn relayed(&self, engine: &Engine, usage: &RelayUsage) {
+        let cached = usage.cached_tokens.min(usage.prompt_tokens);
+        self.prefill.tell(engine, usage.prompt_tokens - cached, cached, 0.0);
     }
 
     /// The usage is there: what was computed is known.

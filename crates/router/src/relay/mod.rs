@@ -12,32 +12,53 @@
 
 mod chain;
 mod events;
+mod handover;
 mod sketch;
 mod texts;
 
-use crate::admission::Place;
+use std::sync::Arc;
+
 use axum::body::Body;
 use axum::http::{HeaderValue, header};
 use axum::response::Response;
 use bytes::Bytes;
 use futures::StreamExt as _;
 use microserving_client::{CallContext, ClientError, Door, RelayStream, Relayed, relayed_fault};
-use microserving_protocol::{Attempt, PromptTokensDetails, RelayPart, RelayUsage, ServingStats, Usage};
+use microserving_protocol::{
+    Attempt, FinishReason, PromptTokensDetails, RelayPart, RelayUsage, ServingStats, Usage,
+};
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 use tracing::debug;
 
 pub(crate) use texts::{Holder, TextIndex};
 
+use crate::admission::{Class, Place};
+use crate::client_headers::ClientHeaders;
 use crate::ctx::Troubles;
 use crate::metrics::RequestRecord;
 use crate::pattern::Chosen;
+use crate::predict::{PrefillTimer, StreamTimer};
 use crate::stats::StatsCell;
-use crate::{Ctx, RouterService, Seat};
+use crate::vitals::Verdict;
+use crate::{Ctx, Error, Patterns, RouterService, Seat};
 use events::Events;
+use handover::Origin;
 use sketch::Sketch;
 
 /// Longer bodies go the long way, where they are read on a thread of their own.
 const MAX_BYTES: usize = 1 << 20;
+
+/// What is known of a request before its body is looked into.
+pub(crate) struct Asked<'a> {
+    pub(crate) service: &'a Arc<RouterService>,
+    pub(crate) call: &'a CallContext,
+    pub(crate) chosen: &'a Arc<Chosen>,
+    /// Whose rules choose before that, if the client did not.
+    pub(crate) rules: Option<&'a Patterns>,
+    pub(crate) headers: &'a ClientHeaders,
+    pub(crate) door: Door,
+}
 
 /// An answer under way, of which the client has seen nothing yet.
 pub(crate) struct Begun {
@@ -45,6 +66,12 @@ pub(crate) struct Begun {
     sent: Instant,
     answer: Answer,
     single: bool,
+    place: Place,
+    chosen: Arc<Chosen>,
+    /// What the engine got, for whoever has to read it after all.
+    body: [Bytes; 2],
+    door: Door,
+    timer: PrefillTimer,
 }
 
 enum Answer {
@@ -52,18 +79,60 @@ enum Answer {
     Stream { first: RelayPart, rest: RelayStream },
 }
 
-/// Sends a body on its way and waits for the answer, or for its first event; nothing if the request is to go the long way.
+/// Sends a body on its way and waits for the answer, or for its first event.
+///
+/// # Errors
+/// Gives back the leave to be inside if the request is to go the long way.
 pub(crate) async fn begin(
-    service: &RouterService,
-    call: &CallContext,
-    chosen: &Chosen,
+    asked: Asked<'_>,
     body: &Bytes,
-    door: Door,
-) -> Option<Begun> {
-    if !service.relay || !chosen.program.is_relayable() || call.wants_stats || body.len() > MAX_BYTES {
-        return None;
+    inside: OwnedSemaphorePermit,
+) -> Result<Begun, OwnedSemaphorePermit> {
+    let Asked { service, call, rules, headers, .. } = asked;
+    let rules = rules.filter(|rules| rules.has_rules());
+    let may_relay = rules.is_some() || asked.chosen.program.is_relayable();
+    if !service.relay || !may_relay || call.wants_stats || body.len() > MAX_BYTES {
+        return Err(inside);
     }
-    let sketch = Sketch::read(body, door)?;
+    let Some(sketch) = Sketch::read(body, asked.door) else { return Err(inside) };
+    let chosen = match rules {
+        None => Some(asked.chosen.clone()),
+        Some(rules) => by_rules(service, rules, &sketch, headers),
+    };
+    let Some(chosen) = chosen.filter(|chosen| chosen.program.is_relayable()) else { return Err(inside) };
+    let place = service.try_admit(inside, Class::of(sketch.priority), headers.tenant())?;
+    // A guess, which nobody can avoid by going away.
+    let prompt = sketch.num_tokens();
+    place.note_prompt(prompt);
+    match ask(&asked, &sketch, body).await {
+        Some((seat, sent, answer, body, timer)) => {
+            let (single, door) = (sketch.single, asked.door);
+            Ok(Begun { seat, sent, answer, single, place, chosen, body, door, timer })
+        }
+        None => {
+            place.take_back_prompt(prompt);
+            Err(place.into_inside())
+        }
+    }
+}
+
+/// Returns the pattern that rules choose for a request; nothing if they must know more of it.
+fn by_rules(
+    service: &RouterService,
+    rules: &Patterns,
+    sketch: &Sketch<'_>,
+    headers: &ClientHeaders,
+) -> Option<Arc<Chosen>> {
+    match &sketch.model {
+        Some(model) => rules.for_unread(Some(model), headers),
+        None => rules.for_unread(Some(&service.model(None).ok()?.id), headers),
+    }
+}
+
+type Relaying = (Seat, Instant, Answer, [Bytes; 2], PrefillTimer);
+
+async fn ask(asked: &Asked<'_>, sketch: &Sketch<'_>, body: &Bytes) -> Option<Relaying> {
+    let Asked { service, call, door, .. } = *asked;
     let parts = with_seed(body, (!sketch.has_seed).then(|| service.randomness.draw()))?;
     let ctx = Ctx {
         shared: service.shared.clone(),
@@ -72,12 +141,16 @@ pub(crate) async fn begin(
         troubles: Troubles::default(),
         stats: StatsCell::default(),
         moves_kv: false,
-        placed: std::sync::Arc::default(),
+        placed: Arc::default(),
     };
-    let mut seat = sit(service, ctx, &sketch)?;
+    let mut seat = sit(service, ctx, sketch)?;
     let sent = Instant::now();
+    let mut timer = seat.time_prefill();
     let engine = seat.engine().clone();
-    let relayed = engine.while_here(engine.calls().relay(call, door, &parts)).await;
+    // A stream's first event may not take as long as the request; a whole answer comes when all of it is there.
+    let num_tokens = sketch.num_tokens();
+    let by = if sketch.stream { seat.step(num_tokens, num_tokens, 0) } else { call.clone() };
+    let relayed = engine.while_here(engine.calls().relay(&by, door, &parts)).await;
     let relayed = match relayed {
         Ok(None) => {
             seat.engine().set_cannot_relay(true);
@@ -92,37 +165,48 @@ pub(crate) async fn begin(
             let ended = || ClientError::Lost { engine: engine.name().to_owned(), reason: "it ended".into() };
             let next = async { rest.next().await.unwrap_or_else(|| Err(ended())) };
             let next = engine.while_here(next);
-            let mut first = match call.deadline {
-                // Past it the long way only has to say so.
-                Some(deadline) => tokio::time::timeout_at(deadline, next).await.ok()?,
+            let slow = || ClientError::Timeout { engine: engine.name().to_owned() };
+            let first = match by.deadline {
+                Some(by) => tokio::time::timeout_at(by, next).await.unwrap_or_else(|_| Err(slow())),
                 None => next.await,
             };
-            if let Ok(part) = &first
-                && part.events.is_empty()
-                && let Some(fault) = &part.fault
-            {
-                first = Err(relayed_fault(seat.engine().name(), fault));
-            }
             let first = match first {
-                Ok(first) => first,
-                Err(error) => {
-                    seat.judge::<()>("relay", Err(error)).inspect_err(long_way).ok();
-                    return None;
+                Ok(RelayPart { events, fault: Some(fault), .. }) if events.is_empty() => {
+                    Err(judge_fault(&mut seat, &fault))
                 }
+                Ok(first) => Ok(first),
+                Err(error) => seat.judge("relay", Err(error)),
             };
-            Answer::Stream { first, rest }
+            Answer::Stream { first: first.inspect_err(long_way).ok()?, rest }
         }
     };
+    engine.note_sign();
+    engine.note_verdict(Verdict::Good);
+    service.shared.retry_budget.deposit();
     service.shared.traffic.arrive();
     service.shared.placement.texts().note(sent, seat.engine(), &sketch.chain);
     if matches!(answer, Answer::Stream { .. }) {
-        seat.note_first_token(sketch.num_tokens());
+        timer.stop(&engine);
+        seat.note_first_token(num_tokens);
     }
-    Some(Begun { seat, sent, answer, single: sketch.single })
+    Some((seat, sent, answer, parts, timer))
+}
+
+/// Notes what an event that is not for the client says about the engine.
+fn judge_fault(seat: &mut Seat, fault: &[u8]) -> Error {
+    if handover::finish_reason(fault) == Some(FinishReason::Preempt) {
+        seat.note_preempted();
+        return Error::Preempted { engine: seat.engine().name().to_owned() };
+    }
+    let fault = relayed_fault(seat.engine().name(), fault);
+    match seat.judge::<()>("relay", Err(fault)) {
+        Err(error) => error,
+        Ok(()) => Error::Incomplete { engine: seat.engine().name().to_owned() },
+    }
 }
 
 #[allow(clippy::trivially_copy_pass_by_ref, reason = "as inspect_err has it")]
-fn long_way(error: &crate::Error) {
+fn long_way(error: &Error) {
     debug!(error = %crate::attempts::describe(error), "the request goes the long way");
 }
 
@@ -159,15 +243,16 @@ impl Begun {
     /// Makes the answer that the client gets.
     pub(crate) fn into_response(
         self,
-        service: &RouterService,
+        service: &Arc<RouterService>,
         arrival: Instant,
         call: CallContext,
-        chosen: &Chosen,
+        headers: ClientHeaders,
         mut record: RequestRecord,
-        slot: Place,
     ) -> Response {
-        let Self { seat, sent, answer, single } = self;
+        let Self { seat, sent, answer, single, place, chosen, body: asked, door, timer } = self;
+        record.set_pattern(chosen.program.name());
         let metrics = &service.shared.metrics;
+        let text = HeaderValue::from_str(&chosen.text);
         let mut response = match answer {
             Answer::Whole { body, usage } => {
                 let pattern = chosen.program.name();
@@ -176,15 +261,19 @@ impl Begun {
                 let first = first.min(whole);
                 metrics.first_token(pattern, first);
                 note_usage(metrics, pattern, whole, whole - first, &usage);
+                place.note_tokens(usage.completion_tokens);
                 record.set_status(200);
-                drop((seat, slot));
+                drop((seat, place));
                 let mut response = Response::new(Body::from(body));
                 let json = HeaderValue::from_static("application/json");
                 response.headers_mut().insert(header::CONTENT_TYPE, json);
                 response
             }
             Answer::Stream { first, rest } => {
-                let events = Events::begin(seat, first, rest, arrival, call, record, slot, single);
+                let timer = StreamTimer::new(timer, None, 0, single);
+                let origin =
+                    Origin { service: service.clone(), arrival, call, chosen, headers, body: asked, door };
+                let events = Events::begin(seat, first, rest, timer, origin, record, place, single);
                 let mut response = Response::new(Body::from_stream(events));
                 let headers = response.headers_mut();
                 let kind = HeaderValue::from_static("text/event-stream; charset=utf-8");
@@ -193,7 +282,7 @@ impl Begun {
                 response
             }
         };
-        if let Ok(pattern) = HeaderValue::from_str(&chosen.text) {
+        if let Ok(pattern) = text {
             response.headers_mut().insert(crate::http::PATTERN, pattern);
         }
         response

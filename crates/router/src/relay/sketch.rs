@@ -23,6 +23,8 @@ pub(crate) struct Sketch<'a> {
     pub(crate) has_seed: bool,
     /// One choice, so that its tokens alone tell how the answer goes on.
     pub(crate) single: bool,
+    /// The class that it waits in, if it has to.
+    pub(crate) priority: i64,
     has_prompt: bool,
 }
 
@@ -95,6 +97,10 @@ impl<'de> Visitor<'de> for BodyVisitor {
                 ("cache_salt", _) => {
                     once(5)?;
                     salt = map.next_value::<Option<Text<'de>>>()?.map(|text| text.0);
+                }
+                ("priority", _) => {
+                    once(6)?;
+                    sketch.priority = map.next_value::<Option<i64>>()?.unwrap_or(0);
                 }
                 // The router keeps the prompt's own text for an echo, and the time for a timeout.
                 ("echo" | "timeout_seconds", _) => return Err(A::Error::custom("is read in full")),

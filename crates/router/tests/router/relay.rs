@@ -9,8 +9,8 @@ use futures::StreamExt as _;
 use microserving_client::{CallContext, ChunkStream, ClientError, Door, EngineCalls, RelayStream, Relayed};
 use microserving_protocol::{
     AbortRequest, AbortResponse, ApiError, CallOptions, ChatCompletionRequest, ChatStream, CommitRequest,
-    CommitResponse, CompletionAssembler, CompletionRequest, CompletionResponse, ModelList, PrepRecvRequest,
-    PrepRecvResponse, Prompt, RelayPart, RelayUsage, RemoteSendRequest, RemoteSendResponse,
+    CommitResponse, CompletionAssembler, CompletionRequest, CompletionResponse, FinishReason, ModelList,
+    PrepRecvRequest, PrepRecvResponse, Prompt, RelayPart, RelayUsage, RemoteSendRequest, RemoteSendResponse,
     StartGenerateRequest, StateView, TokenId, chat_response, sse_event,
 };
 use microserving_router::{Role, RouterConfig};
@@ -83,7 +83,12 @@ fn events(chunks: ChunkStream, door: Door, include_usage: bool) -> RelayStream {
     let parts = chunks.map(move |chunk| {
         let chunk = named(chunk?);
         let mut part = RelayPart { usage: usage(&chunk), ..RelayPart::default() };
-        part.tokens = chunk.choices.iter().map(|_| TokenId(7)).collect();
+        if chunk.choices.iter().any(|choice| choice.finish_reason == Some(FinishReason::Preempt)) {
+            return Ok(RelayPart { fault: Some(sse_event(&chunk).into()), ..RelayPart::default() });
+        }
+        if let [choice] = &chunk.choices[..] {
+            part.tokens = choice.text.chars().map(|letter| TokenId(letter.into())).collect();
+        }
         let mut shown = chunk.clone();
         if !include_usage {
             shown.usage = None;
@@ -405,6 +410,82 @@ async fn a_stream_that_breaks_off_ends_cleanly() {
         let metrics = world.get("/metrics").await.body;
         let counted = format!("requests_total{{pattern=\"data_parallel\",status=\"{status}\"}} 1");
         assert!(metrics.contains(&counted), "{metrics}");
+        world.end().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn at_every_point_another_engine_takes_a_stream_over() {
+    let bodies = [
+        (COMPLETIONS, r#"{"prompt":"hello","max_tokens":5,"stream":true}"#),
+        (
+            COMPLETIONS,
+            r#"{"prompt":"hello","max_tokens":5,"stream":true,"stream_options":{"include_usage":true}}"#,
+        ),
+        (
+            CHAT,
+            r#"{"messages":[{"role":"user","content":"hi"}],"max_tokens":5,"stream":true,"stream_options":{"include_usage":true}}"#,
+        ),
+    ];
+    for (path, body) in bodies {
+        let engine = Fake::new("e");
+        let world = World::with(&[(&engine, Role::Any)], "data_parallel", relaying).await;
+        let calm = world.call("POST", path, &[], body).await;
+        world.end().await;
+        for k in 1..=6 {
+            for act in [
+                Act::BreakAfter(k),
+                Act::EndAfter(k),
+                Act::PreemptAfter(k),
+                Act::FailAfter(k, ApiError::internal("boom")),
+                Act::FailAfter(k, ApiError::gone("aborted")),
+            ] {
+                let (a, b) = (Fake::new("a"), Fake::new("b"));
+                a.on_generate(act.clone());
+                let world = World::with(&[(&a, Role::Any), (&b, Role::Any)], "data_parallel", relaying).await;
+                let answer = world.call("POST", path, &[], body).await;
+                assert!(a.calls().contains(&"start_generate"), "it began on a");
+                assert_eq!(answer.body, calm.body, "{path} {act:?}");
+                let continued = b.seen().into_iter().find(|seen| seen.call == "start_generate");
+                assert_eq!(continued.is_some(), k < 5, "{path} {act:?}");
+                if let Some(seen) = continued {
+                    let prompt = seen.body["prompt"].as_array().expect("tokens").len();
+                    assert_eq!(seen.body["generated_from"], json!(prompt - k), "{path} {act:?}");
+                    assert_eq!((&seen.body["attempt"], seen.body["seed"].is_i64()), (&json!(1), true));
+                }
+                let metrics = world.get("/metrics").await.body;
+                let counted = r#"requests_total{pattern="data_parallel",status="200"} 1"#;
+                assert!(metrics.contains(counted), "{path} {act:?}: {metrics}");
+                world.end().await;
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn several_choices_of_a_relayed_stream_end_with_their_engine() {
+    let (a, b) = (Fake::new("a"), Fake::new("b"));
+    a.on_generate(Act::BreakAfter(3));
+    let world = World::with(&[(&a, Role::Any), (&b, Role::Any)], "data_parallel", relaying).await;
+    let answer = world.complete(r#"{"prompt":"hello","max_tokens":4,"stream":true,"n":2}"#).await;
+    assert_eq!(answer.events().last().expect("an event")["error"]["status"], 503);
+    world.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_first_event_that_takes_too_long_is_had_elsewhere() {
+    for act in [Act::HangAfter(0), Act::Hang] {
+        let (a, b) = (Fake::new("a"), Fake::new("b"));
+        a.on_generate(act.clone());
+        let world = World::with(&[(&a, Role::Any), (&b, Role::Any)], "data_parallel", |config| {
+            relaying(config);
+            config.step_timeout = Duration::from_millis(700);
+        })
+        .await;
+        let begun = tokio::time::Instant::now();
+        let answer = world.complete(r#"{"prompt":"hello","stream":true}"#).await;
+        assert_eq!(answer.streamed_text(), "abc", "{act:?}: {}", answer.body);
+        assert!(begun.elapsed() < Duration::from_secs(3), "{act:?}: {:?}", begun.elapsed());
         world.end().await;
     }
 }
