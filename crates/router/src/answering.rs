@@ -96,6 +96,7 @@ impl LineId {
 }
 
 /// What there is to see to next.
+#[allow(clippy::large_enum_variant, reason = "there is one of it at a time, and a move is rare")]
 enum News {
     Chunk(usize, CompletionResponse),
     Failed(usize, Error),

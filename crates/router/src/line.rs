@@ -23,6 +23,7 @@ pub(crate) struct Line {
     begun: bool,
 }
 
+#[allow(clippy::large_enum_variant, reason = "it streams for most of its life")]
 enum State {
     Opening(Opening),
     /// Its first chunk may have been taken out to see that it runs.

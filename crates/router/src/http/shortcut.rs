@@ -21,6 +21,7 @@ impl RouterService {
     ///
     /// # Errors
     /// Gives any other request back.
+    #[allow(clippy::result_large_err, reason = "the request is given back as it came")]
     pub fn shortcut(
         self: &Arc<Self>,
         request: Request,

@@ -26,7 +26,7 @@ use crate::{Error, Seat};
 /// The events of an answer; the client's pace decides when more are read. An engine that is lost, or a request that is to move, makes
 /// it an answer that is read.
 pub(crate) enum Events {
-    Relayed(Relayed),
+    Relayed(Box<Relayed>),
     Read(Bytestream),
     Over,
 }
@@ -52,9 +52,11 @@ pub(crate) struct Relayed {
     moving: Option<Moving>,
 }
 
+type Copying = Pin<Box<dyn Future<Output = Result<(ReadAgain, Copies), Error>> + Send>>;
+
 /// A move under way.
 struct Moving {
-    copying: Pin<Box<dyn Future<Output = Result<(ReadAgain, Copies), Error>> + Send>>,
+    copying: Copying,
     progress: Progress,
     done: Done,
 }
@@ -88,7 +90,7 @@ impl Future for Limits {
 enum News {
     Part(RelayPart),
     Failed(Error),
-    Arrived(ReadAgain, Copies, Done),
+    Arrived(Box<(ReadAgain, Copies)>, Done),
     Ended,
 }
 
@@ -110,7 +112,7 @@ impl Events {
             listed.set_engine(seat.engine());
             (names, listed)
         });
-        Self::Relayed(Relayed {
+        Self::Relayed(Box::new(Relayed {
             seat: Some(seat),
             next: Some(first),
             rest,
@@ -124,7 +126,7 @@ impl Events {
             shown: single.then(Shown::default),
             listed,
             moving: None,
-        })
+        }))
     }
 }
 
@@ -146,7 +148,7 @@ impl Relayed {
             && let Some(Moving { done, .. }) = self.moving.take()
         {
             match copied {
-                Ok((read, copies)) => return Poll::Ready(News::Arrived(read, copies, done)),
+                Ok(copied) => return Poll::Ready(News::Arrived(Box::new(copied), done)),
                 Err(error) => {
                     debug!(%error, "the move failed; the source goes on");
                     if !matches!(error, Error::CannotMove { .. }) {
@@ -311,15 +313,16 @@ impl Stream for Events {
                     }
                 }
                 News::Ended => *self = Self::Over,
-                News::Arrived(_, _, done) if relayed.shown.as_ref().is_some_and(|shown| shown.ending().0) => {
+                News::Arrived(_, done) if relayed.shown.as_ref().is_some_and(|shown| shown.ending().0) => {
                     done.tell(Err(cannot_move("it has finished")));
                 }
-                News::Arrived(read, copies, done) => {
+                News::Arrived(copied, done) => {
                     let left = relayed.leave();
                     if let (Some((seat, shown, names, listed)), Self::Relayed(relayed)) =
                         (left, std::mem::replace(&mut *self, Self::Over))
                     {
                         let estate = relayed.into_estate(&seat, shown, names, listed);
+                        let (read, copies) = *copied;
                         *self = Self::Read(estate.arrive(read, copies, done));
                     }
                 }

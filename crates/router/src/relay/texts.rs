@@ -64,7 +64,7 @@ impl TextIndex {
                 match holders.iter_mut().find(|holder| holder.engine == entry.engine) {
                     // Only who holds all that goes before can use this chunk.
                     Some(holder) if holder.num_bytes == TextChain::bytes_in(depth) => {
-                        holder.num_bytes = num_bytes
+                        holder.num_bytes = num_bytes;
                     }
                     None if depth == 0 => holders.push(Holder { engine: entry.engine, num_bytes }),
                     _ => continue,

@@ -13,7 +13,7 @@ use microserving_protocol::{
     PrepRecvRequest, PrepRecvResponse, Prompt, RelayPart, RelayUsage, RemoteSendRequest, RemoteSendResponse,
     StartGenerateRequest, StateView, TokenId, chat_response, sse_event,
 };
-use microserving_router::{Role, RouterConfig};
+use microserving_router::{Pattern, Role, RouterConfig, Rule};
 use serde_json::{Value, json};
 use tower::ServiceExt as _;
 
@@ -459,6 +459,51 @@ async fn at_every_point_another_engine_takes_a_stream_over() {
                 world.end().await;
             }
         }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_engine_whose_relayed_streams_deliver_is_alive() {
+    let a = Fake::new("a");
+    a.on_generate(Act::Slow(Duration::from_millis(400)));
+    let world = World::with(&[(&a, Role::Any)], "data_parallel", |config| {
+        relaying(config);
+        config.request_timeout = Duration::from_secs(60);
+    })
+    .await;
+    a.set_silent(true);
+    let answer = world.complete(r#"{"prompt":"hello","max_tokens":20,"stream":true}"#).await;
+    assert_eq!(answer.streamed_text().len(), 20, "{}", answer.body);
+    assert_eq!(num_calls(&world.get("/metrics").await.body, "relay"), 1);
+    world.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn rules_that_are_not_about_lengths_let_requests_be_relayed() {
+    for (min_tokens, tenant, expected) in
+        [(None, "acme", 2), (Some(1), "acme", 1), (None, "blue", 1), (Some(1), "blue", 1)]
+    {
+        let engine = Fake::new("e");
+        let world = World::with(&[(&engine, Role::Any)], "data_parallel", relaying).await;
+        let pattern = if tenant == "acme" { "data_parallel" } else { "balanced" };
+        let rule =
+            Rule { min_tokens, tenant: Some(tenant.to_owned()), ..Rule::always(Pattern::named(pattern)) };
+        let first = Pattern::named("data_parallel");
+        world.service.patterns().set_all(&first, &[rule]).expect("they exist");
+        for tenant in [tenant, "nobody"] {
+            let headers = [("x-microserving-tenant", tenant)];
+            let answer = world.call("POST", COMPLETIONS, &headers, r#"{"prompt":"hello"}"#).await;
+            assert_eq!(answer.status, 200, "{}", answer.body);
+            let expected = if tenant == "blue" { "balanced" } else { "data_parallel" };
+            let served = answer.headers["x-microserving-pattern"].to_str().expect("text");
+            assert!(served.starts_with(expected), "{served}");
+        }
+        assert_eq!(
+            num_calls(&world.get("/metrics").await.body, "relay"),
+            expected,
+            "{min_tokens:?} {tenant}"
+        );
+        world.end().await;
     }
 }
 
