@@ -173,7 +173,7 @@ fn stays(relay: &str) -> Result<()> {
     cluster.wait_idle(Duration::from_secs(10))
 }
 
-/// Moves a relayed stream by an order, and another one by draining its engine: no token is lost or repeated.
+/// Moves a relayed stream by an order: no token is lost or repeated.
 #[test]
 fn a_relayed_request_moves() -> Result<()> {
     let mut cluster = Cluster::start(&slow_steps(2))?;
