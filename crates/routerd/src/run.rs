@@ -53,6 +53,7 @@ pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
     let health = Health::new();
     let server = HttpServer::bind(&options.listen, &options.daemon, health.clone(), shutdown.clone()).await?;
     let doors = service.clone();
+    #[allow(clippy::result_large_err, reason = "the request is given back as it came")]
     let shortcut: Box<Shortcut> = Box::new(move |request, max| doors.shortcut(request, max));
     let admin_server = match &door {
         Door::Main => {
