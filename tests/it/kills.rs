@@ -1,7 +1,7 @@
-//! Engines are killed at each point of each program, one after the other, and the client gets the same tokens.
+//! Engines are killed at each point of each program: the one that is called, and each of the others, and the client gets the same tokens.
 //!
 //! A run without faults tells which points there are: before a call reaches its engine, when it is answered, when the answer is with the
-//! router, and after each event of a stream. Then the request is made again once for each point and each engine, and there that engine is
+//! router, and after each event of a stream. Then the request is made again for each point, and there the engine that is called or another one is
 //! killed. A part of that matrix runs always, all of it with `MICROSERVING_MATRIX`.
 
 use std::collections::BTreeSet;
@@ -18,6 +18,8 @@ const PROMPT_TOKENS: u32 = 40;
 const MAX_TOKENS: usize = 8;
 /// The deadline of each request.
 const DEADLINE: Duration = Duration::from_secs(20);
+/// Runs more that a point gets which was not reached.
+const TRIES: usize = 4;
 /// Kills of one program that always run.
 const SAMPLE: usize = 10;
 
@@ -33,11 +35,23 @@ struct Rig {
 /// What is to happen in this run, and what has.
 #[derive(Default)]
 struct Plan {
+    /// The point, and how many engines after the one whose point it is the victim comes: 0 is that engine itself.
     kill: Option<(String, usize)>,
-    killed: Option<(usize, Instant)>,
+    killed: Option<Killed>,
+    /// Events of generations that have passed the proxies; each brings a token.
+    events: usize,
     /// The call whose point it was went to the victim.
     hit: bool,
     seen: BTreeSet<String>,
+}
+
+/// An engine that is gone.
+#[derive(Clone, Copy)]
+struct Killed {
+    victim: usize,
+    at: Instant,
+    /// Events that had passed by then: so many tokens may still come from what it had said.
+    events: usize,
 }
 
 /// What the client got.
@@ -45,7 +59,7 @@ struct Got {
     tokens: Vec<u64>,
     finished: usize,
     error: Option<Value>,
-    /// From the kill to the next token.
+    /// From the kill to the first token that another engine, or another try, has made.
     recovery: Option<Duration>,
     took: Duration,
 }
@@ -131,7 +145,8 @@ impl Rig {
             got.finished += usize::from(!choice["finish_reason"].is_null());
             if got.tokens.len() > before && got.recovery.is_none() {
                 let plan = lock(&self.plan);
-                got.recovery = plan.killed.filter(|_| plan.hit).map(|(_, at)| at.elapsed());
+                let killed = plan.killed.filter(|killed| plan.hit && got.tokens.len() > killed.events);
+                got.recovery = killed.map(|killed| killed.at.elapsed());
             }
         }
         got.took = begun.elapsed();
@@ -140,7 +155,7 @@ impl Rig {
 
     /// Starts what was killed again, and waits until the router gives it requests.
     fn revive(&self) -> Result<()> {
-        let Some((victim, _)) = lock(&self.plan).killed.take() else { return Ok(()) };
+        let Some(Killed { victim, .. }) = lock(&self.plan).killed.take() else { return Ok(()) };
         let engine = start_engine(victim)?;
         self.proxies[victim].set_upstream(engine.url())?;
         lock(&self.engines)[victim] = engine;
@@ -187,13 +202,15 @@ fn on_point(index: usize, engines: &Arc<Mutex<Vec<Daemon>>>, plan: &Arc<Mutex<Pl
     Arc::new(move |point: &str| {
         let mut plan = lock(&plan);
         plan.seen.insert(point.to_owned());
-        if let Some((_, victim)) = plan.kill.take_if(|(at, _)| at == point) {
+        plan.events += usize::from(point.contains(" event "));
+        if let Some((_, distance)) = plan.kill.take_if(|(at, _)| at == point) {
+            let victim = (index + distance) % ENGINES;
             lock(&engines)[victim].kill().expect("a child of ours can be killed");
-            plan.killed = Some((victim, Instant::now()));
-            plan.hit = victim == index;
+            plan.killed = Some(Killed { victim, at: Instant::now(), events: plan.events });
+            plan.hit = distance == 0;
         }
         // What a dead engine had said already does not get through.
-        plan.killed.is_none_or(|(dead, _)| dead != index)
+        plan.killed.is_none_or(|killed| killed.victim != index)
     })
 }
 
@@ -213,14 +230,26 @@ fn check_on(rig: &Rig, pattern: &str) -> Result<()> {
     let mut points: Vec<String> = std::mem::take(&mut lock(&rig.plan).seen).into_iter().collect();
     points.retain(|point| !point.starts_with("abort"));
     let kills: Vec<(String, usize)> =
-        points.iter().flat_map(|point| (0..ENGINES).map(move |victim| (point.clone(), victim))).collect();
+        points.iter().flat_map(|point| (0..ENGINES).map(move |distance| (point.clone(), distance))).collect();
     let all = std::env::var_os("MICROSERVING_MATRIX").is_some();
     // Not a multiple of the number of engines, so that the victims take turns.
     let step = if all { 1 } else { (kills.len() / SAMPLE).max(1) | 1 };
     let (mut whole, mut prefixes, mut reached, mut recoveries) = (0, Vec::new(), 0, Vec::new());
-    for (run, (point, victim)) in (1..).zip(kills.iter().step_by(step)) {
-        let what = format!("{pattern}, engine {victim} killed at {point}");
-        let got = rig.run(pattern, run, Some((point.clone(), *victim))).with_context(|| what.clone())?;
+    let mut runs = 1..;
+    for (point, distance) in kills.iter().step_by(step) {
+        let what = format!("{pattern}, engine {distance} from the call's killed at {point}");
+        let mut run = || {
+            let number = runs.next().context("runs do not end")?;
+            rig.run(pattern, number, Some((point.clone(), *distance))).with_context(|| what.clone())
+        };
+        let mut got = run()?;
+        // How many events come before a move depends on the moment, so that a run may not come to the point.
+        for _ in 0..TRIES {
+            if lock(&rig.plan).killed.is_some() {
+                break;
+            }
+            got = run()?;
+        }
         ensure!(
             calm.tokens.starts_with(&got.tokens),
             "{what}: {:?} is no beginning of {:?}",
@@ -244,10 +273,11 @@ fn check_on(rig: &Rig, pattern: &str) -> Result<()> {
     let quantile =
         |q: usize| recoveries.get((recoveries.len().max(1) - 1) * q / 100).copied().unwrap_or_default();
     eprintln!(
-        "{pattern}: {} points, {} kills, {reached} reached, {whole} whole, {} beginnings; recovery p50 {:?} p99 {:?}",
+        "{pattern}: {} points, {} kills, {reached} reached, {whole} whole, {} beginnings; {} recoveries, p50 {:?} p99 {:?}",
         points.len(),
         whole + prefixes.len(),
         prefixes.len(),
+        recoveries.len(),
         quantile(50),
         quantile(99),
     );
