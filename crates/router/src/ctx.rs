@@ -7,6 +7,7 @@ use microserving_client::{CallContext, EngineKind};
 use microserving_protocol::{Attempt, CallOptions};
 
 use crate::abort::AbortQueue;
+use crate::contexts::Contexts;
 use crate::engine::InFlight;
 use crate::live::LiveRequests;
 use crate::placement::{Choice, Job};
@@ -26,6 +27,8 @@ pub(crate) struct Shared {
     pub(crate) aborts: AbortQueue,
     pub(crate) live: LiveRequests,
     pub(crate) steps: Steps,
+    /// What is learned for moving contexts; none where nothing moves them.
+    pub(crate) contexts: Option<Contexts>,
 }
 
 /// Engines that a request had trouble with, in this attempt or an earlier one. Clones share it.

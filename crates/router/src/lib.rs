@@ -62,6 +62,7 @@ mod client_headers;
 mod cluster;
 mod config;
 mod connect;
+mod contexts;
 mod control;
 mod ctx;
 mod engine;

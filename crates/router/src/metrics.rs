@@ -114,6 +114,9 @@ pub struct Metrics {
     recovery: Histogram,
     moves: Family<OutcomeLabel, Counter>,
     move_pause: Histogram,
+    context_copies: Family<OutcomeLabel, Counter>,
+    context_bytes: Counter,
+    context_tokens: Counter,
     pub(crate) aborts: Counter,
     output_tokens: Counter,
     kv_bytes: Counter,
@@ -196,6 +199,25 @@ impl Metrics {
             Unit::Seconds,
             move_pause.clone(),
         );
+        let context_copies = Family::default();
+        registry.register(
+            "context_copies",
+            "Contexts that the router copied by itself, by outcome",
+            context_copies.clone(),
+        );
+        let context_bytes = Counter::default();
+        registry.register_with_unit(
+            "context_copied",
+            "KV of contexts that the router copied by itself",
+            Unit::Bytes,
+            context_bytes.clone(),
+        );
+        let context_tokens = Counter::default();
+        registry.register(
+            "context_copied_tokens",
+            "Tokens of contexts that the router copied by itself",
+            context_tokens.clone(),
+        );
         let aborts = Counter::default();
         registry.register("aborts", "Aborts sent for requests given up", aborts.clone());
         let prompt_tokens = Family::<PhaseLabel, Counter>::default();
@@ -275,6 +297,9 @@ impl Metrics {
             recovery,
             moves,
             move_pause,
+            context_copies,
+            context_bytes,
+            context_tokens,
             aborts,
             output_tokens,
             kv_bytes,
@@ -412,6 +437,16 @@ impl Metrics {
     /// Notes how a move ended.
     pub(crate) fn moved(&self, outcome: &str) {
         self.moves.get_or_create(&OutcomeLabel { outcome: outcome.to_owned() }).inc();
+    }
+
+    /// Notes a copy of a context: what was sent, tokens and bytes, or that it failed.
+    pub(crate) fn context_copied(&self, sent: Option<(u32, u64)>) {
+        let outcome = if sent.is_some() { "ok" } else { "failed" };
+        self.context_copies.get_or_create(&OutcomeLabel { outcome: outcome.to_owned() }).inc();
+        if let Some((tokens, bytes)) = sent {
+            self.context_tokens.inc_by(tokens.into());
+            self.context_bytes.inc_by(bytes);
+        }
     }
 
     /// Notes how long a request that moved stood still.

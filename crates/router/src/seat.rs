@@ -184,6 +184,9 @@ impl Seat {
                 .unwrap_or_else(|_| Err(ClientError::Timeout { engine: engine.name().to_owned() })),
         };
         let chunks = self.judge("start_generate", chunks)?;
+        if let Some(contexts) = self.ctx.shared.contexts.as_ref().filter(|_| self.ctx.attempt.0 == 0) {
+            contexts.note(self.engine(), request);
+        }
         self.ctx.shared.placement.note(self.engine(), request, request.len());
         let timer = StreamTimer::new(timer, self.prepared, request.len(), request.params().n == 1);
         Ok(TokenStream::new(Generating::new(chunks, self, timer, first_by)))

@@ -12,6 +12,7 @@ use tokio::time::Instant;
 
 use crate::abort::{AbortQueue, send_aborts};
 use crate::admission::Admission;
+use crate::contexts::{Contexts, migrate};
 use crate::control::Control;
 use crate::ctx::Shared;
 use crate::live::LiveRequests;
@@ -68,6 +69,8 @@ pub struct RouterConfig {
     pub randomness: Randomness,
     /// Pass bodies and answers on as they are where that is all there is to do; without it every request is tokenised.
     pub relay: bool,
+    /// Copy contexts, the prefixes that prompts share, to where they will be asked for. Nothing is relayed then: contexts are tokens.
+    pub context_migration: bool,
 }
 
 impl RouterConfig {
@@ -94,6 +97,7 @@ impl RouterConfig {
             profile: None,
             randomness: Randomness::system(),
             relay: true,
+            context_migration: false,
         }
     }
 }
@@ -146,6 +150,7 @@ impl RouterService {
             aborts,
             live: LiveRequests::default(),
             steps: Steps { unpredicted: config.step_timeout },
+            contexts: config.context_migration.then(Contexts::default),
         };
         let mut tasks = RouterTasks::new();
         let spawner = tasks.spawner();
@@ -163,7 +168,7 @@ impl RouterService {
             admission,
             request_timeout: config.request_timeout,
             spawner,
-            relay: config.relay,
+            relay: config.relay && !config.context_migration,
             connector: config.connector,
             admin_token: config.admin_token,
             control: Control::new(start),
@@ -171,6 +176,10 @@ impl RouterService {
         };
         for engine in service.cluster().engines().iter() {
             service.follow(engine);
+        }
+        if let Some(contexts) = service.shared.contexts.clone() {
+            let (spawner, name) = (&service.spawner, service.randomness.name("ctx-"));
+            spawner.spawn(migrate(service.shared.clone(), contexts, name, spawner.stop().clone()));
         }
         service.warn_of_caution();
         Ok((Arc::new(service), tasks))

@@ -115,6 +115,11 @@ pub(crate) struct Options {
           help_heading = "Routing")]
     pub(crate) relay: bool,
 
+    /// Copy contexts, the prefixes that prompts share, to the engines where they will be asked for. When true, nothing is relayed.
+    #[arg(long, env = "MICROSERVING_CONTEXT_MIGRATION", value_name = "BOOL", default_value = "false", action = clap::ArgAction::Set,
+          help_heading = "Routing")]
+    pub(crate) context_migration: bool,
+
     /// Requests that may wait in each class of priority (above, at and below 0); more are answered 429.
     #[arg(
         long,

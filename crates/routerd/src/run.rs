@@ -41,6 +41,7 @@ pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
     config.step_timeout = options.step_timeout_seconds;
     config.max_in_flight = options.max_in_flight as usize;
     config.relay = options.relay;
+    config.context_migration = options.context_migration;
     config.max_queued = options.max_queued as usize;
     config.codec = codec(&options).await?;
     config.scripts = scripts(&options)?;

@@ -120,6 +120,15 @@ pub fn run_pairs_of_points(seed: u64, options: &SimOptions, num_runs: u32) -> Ve
 }
 
 async fn simulate(seed: u64, options: SimOptions) -> Report {
+    simulate_load(seed, options, draw_requests).await
+}
+
+/// Runs with the requests that `draw` draws.
+async fn simulate_load(
+    seed: u64,
+    options: SimOptions,
+    draw: impl FnOnce(&World, &mut Dice) -> Vec<Request>,
+) -> Report {
     let dice = Dice::new(seed);
     let hub = LoopbackHub::with(transfer_faults(seed, &options), options.transfers.checksums);
     let longest = options.max_prompt + options.max_output + 1;
@@ -131,7 +140,7 @@ async fn simulate(seed: u64, options: SimOptions) -> Report {
         node::start(&world, engine);
     }
     world.start_router();
-    let mut requests = draw_requests(&world, &mut dice.split(3));
+    let mut requests = draw(&world, &mut dice.split(3));
     requests.sort_by_key(|request| request.arrives);
     trouble::start(&world, &dice.split(4));
     if let Some(every) = world.options.stranger_every {
@@ -412,5 +421,7 @@ async fn inspect(world: &World, engine: usize) -> Option<Inspection> {
     tokio::time::timeout(Duration::from_secs(10), inspected).await.ok()?.ok()
 }
 
+#[cfg(test)]
+mod shift;
 #[cfg(test)]
 mod tests;

@@ -44,6 +44,7 @@ impl Front {
             placement: policies[(world.seed % 3) as usize],
             request_timeout: world.options.lease * 4 + Duration::from_secs(8),
             randomness: Randomness::seeded(world.seed ^ number << 32),
+            context_migration: world.options.contexts_move,
             ..RouterConfig::new(engines)
         };
         let (service, tasks) = RouterService::start(config).expect("the pattern is one of the router's own");
@@ -168,7 +169,13 @@ fn finish(world: &World, request: &Request, received: &Received, usage: Option<U
     if told != Some(expected) {
         return wrong(world, request, format!("the usage is {told:?}, not {expected:?}"));
     }
-    world.state().tally.tokens += received.tokens.len() as u64;
+    let mut state = world.state();
+    state.tally.tokens += received.tokens.len() as u64;
+    state.tally.prompt_tokens += request.prompt.len() as u64;
+    state.tally.cached_tokens += usage.map_or(0, |usage| usage.cached_tokens().into());
+    if let Some(first) = received.first {
+        state.tally.first_token += first.saturating_duration_since(world.at(request.arrives));
+    }
     Ended::Done
 }
 

@@ -71,6 +71,8 @@ pub struct SimOptions {
     pub stranger_every: Option<Duration>,
     /// Engines enough live at any time, so that the router must answer every request in full.
     pub must_answer: bool,
+    /// The router copies contexts to where they will be asked for.
+    pub contexts_move: bool,
     /// Faults at exact places; see [`super::FaultPoint`].
     pub faults_at: Vec<super::FaultPoint>,
 }
@@ -154,6 +156,7 @@ impl SimOptions {
             mutant: None,
             stranger_every: None,
             must_answer: false,
+            contexts_move: false,
             faults_at: Vec::new(),
         }
     }
@@ -241,6 +244,7 @@ impl SimOptions {
             mutant: None,
             stranger_every,
             must_answer: false,
+            contexts_move: false,
             faults_at: Vec::new(),
         }
     }

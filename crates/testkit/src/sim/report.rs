@@ -69,6 +69,12 @@ pub struct Tally {
     pub retries: u32,
     /// Tokens that clients received.
     pub tokens: u64,
+    /// Tokens of the prompts that the router served.
+    pub prompt_tokens: u64,
+    /// Those of them that were cached.
+    pub cached_tokens: u64,
+    /// From arrival to the first token, summed over the requests that the router served.
+    pub first_token: Duration,
     /// Tokens of KV that engines say they delivered.
     pub sent_tokens: u64,
     /// Prompt tokens found in context caches.
@@ -100,6 +106,9 @@ impl Tally {
             cancelled,
             retries,
             tokens,
+            prompt_tokens,
+            cached_tokens,
+            first_token,
             sent_tokens,
             matched_tokens,
             steps,
@@ -116,6 +125,9 @@ impl Tally {
         self.cancelled += cancelled;
         self.retries += retries;
         self.tokens += tokens;
+        self.prompt_tokens += prompt_tokens;
+        self.cached_tokens += cached_tokens;
+        self.first_token += *first_token;
         self.sent_tokens += sent_tokens;
         self.matched_tokens += matched_tokens;
         self.steps += steps;

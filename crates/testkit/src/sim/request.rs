@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use microserving_engine::GenerateEvent;
 use microserving_protocol::{FinishReason, SamplingParams, TokenId};
+use tokio::time::Instant;
 
 use super::oracle::Reference;
 use crate::Dice;
@@ -60,11 +61,13 @@ pub(crate) struct Received {
     reference: Arc<Reference>,
     pub(crate) tokens: Vec<TokenId>,
     pub(crate) finish: Option<FinishReason>,
+    /// When the first token came.
+    pub(crate) first: Option<Instant>,
 }
 
 impl Received {
     pub(crate) fn new(reference: Arc<Reference>) -> Self {
-        Self { reference, tokens: Vec::new(), finish: None }
+        Self { reference, tokens: Vec::new(), finish: None, first: None }
     }
 
     /// Takes an event; returns what is wrong with it.
@@ -87,6 +90,7 @@ impl Received {
         if expected != Some(&token) {
             return Err(format!("token {index} is {token}, a single engine says {expected:?}"));
         }
+        self.first.get_or_insert_with(Instant::now);
         self.tokens.push(token);
         let is_last = index + 1 == self.reference.tokens.len();
         let expected = is_last.then_some(self.reference.finish);
