@@ -135,7 +135,7 @@ fn check_all(cluster: &Cluster, lengths: &[u32], only: impl Fn(usize) -> bool) -
         let threads: Vec<_> = (0..CLIENTS).map(|_| scope.spawn(work)).collect();
         threads.into_iter().flat_map(|thread| thread.join().expect("a client does not panic")).collect()
     });
-    println!("answers: {} cells over {patterns:?}, {} differ", cells.len(), failures.len());
+    eprintln!("answers: {} cells over {patterns:?}, {} differ", cells.len(), failures.len());
     ensure!(
         failures.is_empty(),
         "{} of {} cells fail:\n{}",
