@@ -78,7 +78,7 @@ async fn at_every_point_another_engine_goes_on() {
                 ] {
                     let (a, b, c) = (Fake::new("a"), Fake::new("b"), Fake::new("c"));
                     // The first one to decode fails.
-                    let once = acts(&[act.clone()]);
+                    let once = acts(std::slice::from_ref(&act));
                     for fake in [&a, &b, &c] {
                         fake.on_generate_next(&once);
                     }
