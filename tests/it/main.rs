@@ -13,6 +13,7 @@ mod migration;
 mod mixed_load;
 mod operations;
 mod peer_death;
+mod prefix_events;
 mod python_clients;
 mod relay;
 mod scripts;

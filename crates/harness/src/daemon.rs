@@ -18,6 +18,8 @@ pub struct Daemon {
     name: String,
     child: Child,
     url: String,
+    /// What it was started by, to start it again; servers of other makes are not.
+    command: Option<(PathBuf, Vec<String>)>,
     log: PathBuf,
     /// Holds the port file and the log; goes with the daemon.
     _dir: TempDir,
@@ -29,6 +31,28 @@ impl Daemon {
     /// # Errors
     /// If it cannot be started, exits, or does not listen within `timeout`; the end of its log is in the message.
     pub fn spawn(name: &str, binary: &Path, args: &[String], timeout: Duration) -> Result<Self> {
+        Self::spawn_at(name, binary, args, "127.0.0.1:0", timeout)
+    }
+
+    /// Kills the process and starts it again at the same address, and waits until it is ready.
+    ///
+    /// # Errors
+    /// As [`Daemon::spawn`] and [`Daemon::wait_ready`], or if it was adopted.
+    pub fn restart(&mut self, timeout: Duration) -> Result<()> {
+        let (binary, args) = self.command.clone().context("a server of another make is not restarted")?;
+        self.kill()?;
+        let address = self.url.trim_start_matches("http://").to_owned();
+        *self = Self::spawn_at(&self.name, &binary, &args, &address, timeout)?;
+        self.wait_ready(timeout)
+    }
+
+    fn spawn_at(
+        name: &str,
+        binary: &Path,
+        args: &[String],
+        address: &str,
+        timeout: Duration,
+    ) -> Result<Self> {
         let dir =
             tempfile::Builder::new().prefix("microserving-").tempdir().context("no temporary folder")?;
         let port_file = dir.path().join("port");
@@ -36,14 +60,21 @@ impl Daemon {
         let sink = File::create(&log).context("cannot create the log")?;
         let child = Command::new(binary)
             .args(args)
-            .args(["--listen", "127.0.0.1:0", "--port-file"])
+            .args(["--listen", address, "--port-file"])
             .arg(&port_file)
             .stdin(Stdio::null())
             .stdout(sink.try_clone().context("cannot share the log")?)
             .stderr(sink)
             .spawn()
             .with_context(|| format!("cannot start {}", binary.display()))?;
-        let mut daemon = Self { name: name.to_owned(), child, url: String::new(), log, _dir: dir };
+        let mut daemon = Self {
+            name: name.to_owned(),
+            child,
+            url: String::new(),
+            command: Some((binary.to_owned(), args.to_vec())),
+            log,
+            _dir: dir,
+        };
         let deadline = Instant::now() + timeout;
         loop {
             if let Ok(address) = std::fs::read_to_string(&port_file)
@@ -84,7 +115,7 @@ impl Daemon {
             .spawn()
             .with_context(|| format!("cannot start {}", command.get_program().display()))?;
         let url = format!("http://127.0.0.1:{port}");
-        let mut daemon = Self { name: name.to_owned(), child, url, log, _dir: dir };
+        let mut daemon = Self { name: name.to_owned(), child, url, command: None, log, _dir: dir };
         let deadline = Instant::now() + timeout;
         while !is_up(&daemon.url) {
             if let Some(status) = daemon.child.try_wait()? {

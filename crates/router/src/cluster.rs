@@ -1,5 +1,6 @@
 //! The engines.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use microserving_client::EngineKind;
@@ -15,7 +16,22 @@ use crate::{Engine, EngineSpec, Role, Thresholds};
 pub struct Cluster {
     members: RwLock<Members>,
     limits: Arc<Limits>,
+    /// Goes up with every change of who may get what: an engine, a role, a model.
+    changes: Arc<AtomicU64>,
+    offers: RwLock<Vec<Offer>>,
 }
+
+/// The engines of a model and a part, as of a change.
+#[derive(Debug)]
+struct Offer {
+    model: Option<String>,
+    but_not: Role,
+    change: u64,
+    engines: Arc<[Arc<Engine>]>,
+}
+
+/// Offers that are kept; a program may ask for any model.
+const MAX_OFFERS: usize = 64;
 
 #[derive(Debug)]
 struct Members {
@@ -29,11 +45,12 @@ impl Cluster {
     #[must_use]
     pub fn new(specs: Vec<EngineSpec>) -> Self {
         let numbered = (0..).zip(specs);
-        let limits = Arc::new(Limits::default());
-        let engine = |(number, spec)| Arc::new(Engine::new(number, spec, limits.clone()));
+        let (changes, limits): (Arc<AtomicU64>, _) = (Arc::default(), Arc::new(Limits::default()));
+        let engine = |(number, spec)| Arc::new(Engine::new(number, spec, limits.clone()).counting(&changes));
         let engines: Arc<[_]> = numbered.map(engine).collect();
         let next_number = u32::try_from(engines.len()).unwrap_or(u32::MAX);
-        Self { members: RwLock::new(Members { next_number, engines }), limits }
+        let members = RwLock::new(Members { next_number, engines });
+        Self { members, limits, changes, offers: RwLock::default() }
     }
 
     /// Returns when engines are trusted.
@@ -71,9 +88,11 @@ impl Cluster {
         if members.engines.iter().any(|engine| engine.name() == spec.calls.name()) {
             return None;
         }
-        let engine = Arc::new(Engine::new(members.next_number, spec, self.limits.clone()));
+        let engine = Engine::new(members.next_number, spec, self.limits.clone());
+        let engine = Arc::new(engine.counting(&self.changes).joining());
         members.next_number += 1;
         members.engines = members.engines.iter().cloned().chain([engine.clone()]).collect();
+        self.changes.fetch_add(1, Ordering::Release);
         Some(engine)
     }
 
@@ -84,6 +103,7 @@ impl Cluster {
             members.engines.iter().filter(|engine| engine.number() != number).cloned().collect();
         let was_here = rest.len() < members.engines.len();
         members.engines = rest;
+        self.changes.fetch_add(1, Ordering::Release);
         was_here
     }
 
@@ -154,18 +174,36 @@ impl Cluster {
     fn available(&self, model: Option<&str>, but_not: Role) -> Vec<Arc<Engine>> {
         let mut now = None;
         let mut now = || *now.get_or_insert_with(Instant::now);
-        let engines = self.engines();
-        let fits = |engine: &&Arc<Engine>| engine.role() != but_not && engine.serves(model);
-        let found: Vec<_> = engines
-            .iter()
-            .filter(|engine| engine.takes_requests_at(&mut now))
-            .filter(fits)
-            .cloned()
-            .collect();
+        let engines = self.offered(model, but_not);
+        let found: Vec<_> =
+            engines.iter().filter(|engine| engine.takes_requests_at(&mut now)).cloned().collect();
         if !found.is_empty() {
             return found;
         }
         // All of them failed lately: then it is rather the requests, and a try is better than a refusal.
-        engines.iter().filter(|engine| engine.is_open()).filter(fits).cloned().collect()
+        engines.iter().filter(|engine| engine.is_open()).cloned().collect()
+    }
+
+    /// Returns the engines of a model that have any other role than `but_not`, in the order of their numbers, whether or not they take requests
+    /// just now. Each request asks for this, so it is put together once a change and not once a request.
+    pub(crate) fn offered(&self, model: Option<&str>, but_not: Role) -> Arc<[Arc<Engine>]> {
+        let change = self.changes.load(Ordering::Acquire);
+        {
+            let offers = self.offers.read().unwrap_or_else(PoisonError::into_inner);
+            let same = |offer: &&Offer| {
+                offer.change == change && offer.but_not == but_not && offer.model.as_deref() == model
+            };
+            if let Some(offer) = offers.iter().find(same) {
+                return offer.engines.clone();
+            }
+        }
+        let fits = |engine: &&Arc<Engine>| engine.role() != but_not && engine.serves(model);
+        let engines: Arc<[_]> = self.engines().iter().filter(fits).cloned().collect();
+        let mut offers = self.offers.write().unwrap_or_else(PoisonError::into_inner);
+        offers.retain(|offer| offer.change == change);
+        if offers.len() < MAX_OFFERS {
+            offers.push(Offer { model: model.map(str::to_owned), but_not, change, engines: engines.clone() });
+        }
+        engines
     }
 }

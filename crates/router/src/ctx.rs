@@ -14,7 +14,7 @@ use crate::placement::{Choice, Job};
 use crate::predict::Traffic;
 use crate::stats::StatsCell;
 use crate::steps::Steps;
-use crate::{Cluster, Engine, Error, Metrics, Placement, Request, RetryBudget, Seat};
+use crate::{Cluster, Engine, Error, Metrics, Placement, Request, RetryBudget, Role, Seat};
 
 /// What lasts as long as the service, and every context shares.
 #[derive(Clone, Debug)]
@@ -78,6 +78,23 @@ fn can_move(engine: &Engine, request: &Request) -> bool {
     engine.kind().moves_kv() && request.has_tokens() && !forks
 }
 
+/// Says whether an engine can serve a request alone. Those of other makes would take the output of an earlier attempt for a part of the prompt.
+fn takes(engine: &Engine, request: &Request) -> bool {
+    engine.takes(request) && (!request.is_continued() || engine.kind() == EngineKind::Microserving)
+}
+
+/// Chooses among engines that take requests. If none does because all of them failed lately, it is rather the requests, and a try is better than
+/// a refusal: then among those that are open.
+fn first_open(
+    engines: &[Arc<Engine>],
+    choose: impl Fn(&dyn Fn(&Engine) -> bool) -> Option<Choice>,
+) -> Option<Choice> {
+    choose(&Engine::takes_requests).or_else(|| {
+        let none = !engines.iter().any(|engine| engine.takes_requests());
+        none.then(|| choose(&Engine::is_open)).flatten()
+    })
+}
+
 impl Ctx {
     pub(crate) fn new(
         shared: &Shared,
@@ -107,8 +124,25 @@ impl Ctx {
     /// # Errors
     /// [`Error::NoEngine`] if every engine that may decode is down or has failed this request.
     pub fn decoder(&self, request: &Request) -> Result<Seat, Error> {
-        let engines = self.decoders(request);
-        let choice = self.shared.placement.choose(Job::Decode, &engines, request, request.len());
+        let engines = self.shared.cluster.offered(request.model(), Role::Prefill);
+        // As in `fitting`, but only those that placement looks at are asked. Best are those without trouble, among them those that can receive
+        // KV if the pattern moves it.
+        let tiers: &[(bool, bool)] = match self.moves_kv {
+            true => &[(true, true), (true, false), (false, true), (false, false)],
+            false => &[(true, false), (false, false)],
+        };
+        let choice = first_open(&engines, |takes_requests| {
+            tiers.iter().find_map(|&(untroubled, receives)| {
+                let fits = |engine: &Engine| {
+                    let trouble = self.troubles.of(engine);
+                    takes_requests(engine)
+                        && takes(engine, request)
+                        && if untroubled { trouble.is_none() } else { trouble != Some(Trouble::Failed) }
+                        && (!receives || engine.kind().moves_kv())
+                };
+                self.shared.placement.choose(Job::Decode, &engines, &fits, request, request.len())
+            })
+        });
         let choice = choice.ok_or(Error::NoEngine { job: "decode" })?;
         Ok(self.sit(choice, request.len()))
     }
@@ -122,13 +156,16 @@ impl Ctx {
         if self.troubles.of(decoder.engine()).is_some() || !can_move(decoder.engine(), request) {
             return None;
         }
-        let mut engines = self.shared.cluster.prefillers(request.model());
-        engines.retain(|engine| {
-            engine.number() != decoder.engine().number()
-                && engine.exchanges_with(decoder.engine())
-                && self.troubles.of(engine) != Some(Trouble::Failed)
-        });
-        let choice = self.shared.placement.choose(Job::Prefill, &engines, request, request.len())?;
+        let engines = self.shared.cluster.offered(request.model(), Role::Decode);
+        let choice = first_open(&engines, |takes_requests| {
+            let fits = |engine: &Engine| {
+                takes_requests(engine)
+                    && engine.number() != decoder.engine().number()
+                    && self.troubles.of(engine) != Some(Trouble::Failed)
+                    && engine.exchanges_with(decoder.engine())
+            };
+            self.shared.placement.choose(Job::Prefill, &engines, &fits, request, request.len())
+        })?;
         Some(self.sit(choice, request.len()))
     }
 
@@ -147,19 +184,20 @@ impl Ctx {
                 && engine.exchanges_with(decoder)
                 && self.troubles.of(engine).is_none()
         });
-        let choice = self.shared.placement.choose(Job::Decode, &engines, request, request.len())?;
+        let choice =
+            self.shared.placement.choose(Job::Decode, &engines, &|_| true, request, request.len())?;
         Some(self.seat_beside(&choice.engine))
     }
 
     /// Takes a seat that brings no tokens to compute: its KV is copied there.
     pub(crate) fn seat_beside(&self, engine: &Arc<Engine>) -> Seat {
-        Seat::new(self.clone(), InFlight::new(engine.clone(), 0))
+        Seat::new(self.clone(), InFlight::new(engine.clone(), 0), None)
     }
 
     /// Takes a seat on a given engine, for programs that choose by themselves.
     #[must_use]
     pub fn seat(&self, engine: &Arc<Engine>, request: &Request) -> Seat {
-        self.sit(Choice { engine: engine.clone(), hinted: 0 }, request.len())
+        self.sit(Choice { engine: engine.clone(), hinted: None }, request.len())
     }
 
     /// Returns the engines that may decode a request now: those without trouble, or those that had no room if there is no other.
@@ -202,15 +240,11 @@ impl Ctx {
     /// Takes a seat on a given engine that has so many tokens of the prompt to compute.
     #[must_use]
     pub fn seat_for(&self, engine: &Arc<Engine>, tokens: u32) -> Seat {
-        self.sit(Choice { engine: engine.clone(), hinted: 0 }, tokens)
+        self.sit(Choice { engine: engine.clone(), hinted: None }, tokens)
     }
 
     fn fitting(&self, request: &Request, mut engines: Vec<Arc<Engine>>) -> Vec<Arc<Engine>> {
-        engines.retain(|engine| engine.takes(request) && self.troubles.of(engine) != Some(Trouble::Failed));
-        if request.is_continued() {
-            // Engines of other makes would take the output for a part of the prompt.
-            engines.retain(|engine| engine.kind() == EngineKind::Microserving);
-        }
+        engines.retain(|engine| takes(engine, request) && self.troubles.of(engine) != Some(Trouble::Failed));
         if engines.iter().any(|engine| self.troubles.of(engine).is_none()) {
             engines.retain(|engine| self.troubles.of(engine).is_none());
         }
@@ -247,8 +281,8 @@ impl Ctx {
     }
 
     pub(crate) fn sit(&self, choice: Choice, num_tokens: u32) -> Seat {
-        let uncached = num_tokens.saturating_sub(choice.hinted);
-        Seat::new(self.clone(), InFlight::new(choice.engine, uncached))
+        let uncached = num_tokens.saturating_sub(choice.hinted.unwrap_or(0));
+        Seat::new(self.clone(), InFlight::new(choice.engine, uncached), choice.hinted)
     }
 
     /// Returns the key and deadline of a call.

@@ -163,6 +163,10 @@ pub struct Engine {
     seen: Mutex<Seen>,
     /// What it takes to compute there.
     pub(crate) costs: Costs,
+    /// The cluster's count of changes.
+    changes: Arc<AtomicU64>,
+    /// It was there when the router began, and has not been seen yet.
+    is_unseen: AtomicBool,
     /// Wakes the watcher, so that a failed call is followed by a look at once.
     pub(crate) look: Notify,
     /// Cancelled when it leaves the cluster; whoever watches it ends then.
@@ -198,10 +202,23 @@ impl Engine {
             cannot_relay: AtomicBool::new(false),
             seen: Mutex::new(Seen::default()),
             costs: Costs::default(),
+            changes: Arc::default(),
+            is_unseen: AtomicBool::new(true),
             look: Notify::new(),
             left: CancellationToken::new(),
             lost: Mutex::new(CancellationToken::new()),
         }
+    }
+
+    /// Counts changes of its role and its models in `changes`.
+    pub(crate) fn counting(mut self, changes: &Arc<AtomicU64>) -> Self {
+        self.changes = changes.clone();
+        self
+    }
+
+    /// Notes that it joins engines that are served by already.
+    pub(crate) fn joining(self) -> Self {
+        Self { is_unseen: AtomicBool::new(false), ..self }
     }
 
     /// Returns its number in the cluster, never reused.
@@ -231,6 +248,7 @@ impl Engine {
     /// Changes what it is used for; requests that it has go on.
     pub fn set_role(&self, role: Role) {
         self.role.store(role as u8, Ordering::Relaxed);
+        self.changes.fetch_add(1, Ordering::Release);
     }
 
     /// Returns its share of the requests, beside one of weight 1.
@@ -312,6 +330,10 @@ impl Engine {
         }
     }
 
+    fn begins_with_the_router(&self) -> bool {
+        self.vitals.age(Instant::now()) < self.limits.get().slow_start
+    }
+
     fn start_slowly(&self) {
         self.vitals.begin_ramp(Instant::now(), self.limits.get().slow_start);
     }
@@ -346,7 +368,11 @@ impl Engine {
     /// Changes whether it gets requests; returns true if that was news.
     pub(crate) fn set_health(&self, health: Health) -> bool {
         let before = self.health.swap(health as u8, Ordering::AcqRel);
-        if health == Health::Ready && before == Health::Down as u8 {
+        // When the router begins, all engines are new to it, and none is to be spared at the cost of the others.
+        if health == Health::Ready
+            && !(self.is_unseen.swap(false, Ordering::Relaxed) && self.begins_with_the_router())
+            && before == Health::Down as u8
+        {
             self.start_slowly();
         }
         before != health as u8
@@ -509,6 +535,7 @@ impl Engine {
 
     pub(crate) fn set_models(&self, models: Vec<ModelCard>) {
         self.with_seen(|seen| seen.models = models);
+        self.changes.fetch_add(1, Ordering::Release);
     }
 
     /// Takes a report that was asked for when our own load was `before`; returns true if it comes from another boot than the

@@ -29,7 +29,7 @@ impl Randomness {
     pub fn draw(&self) -> u64 {
         let count = self.drawn.fetch_add(1, Ordering::Relaxed);
         match self.seed {
-            Some(seed) => mix(seed.wrapping_add(count.wrapping_mul(0x9e37_79b9_7f4a_7c15))),
+            Some(seed) => mix(seed.wrapping_add(count.wrapping_mul(STEP))),
             None => self.keys.hash_one(count),
         }
     }
@@ -39,6 +39,40 @@ impl Randomness {
         format!("{prefix}{:016x}{:016x}", self.draw(), self.draw())
     }
 }
+
+/// Numbers for choices that need be neither secret nor unique: SplitMix64, shared by all who draw.
+#[derive(Debug)]
+pub(crate) struct Draws(AtomicU64);
+
+impl Clone for Draws {
+    /// Copies what comes next: the copy draws the same numbers, and takes none away.
+    fn clone(&self) -> Self {
+        Self(AtomicU64::new(self.0.load(Ordering::Relaxed)))
+    }
+}
+
+impl Draws {
+    pub(crate) const fn new(seed: u64) -> Self {
+        Self(AtomicU64::new(seed))
+    }
+
+    pub(crate) fn draw(&self) -> u64 {
+        mix(self.0.fetch_add(STEP, Ordering::Relaxed).wrapping_add(STEP))
+    }
+
+    /// Draws one of `0..bound`.
+    pub(crate) fn below(&self, bound: usize) -> usize {
+        ((u128::from(self.draw()) * bound as u128) >> 64) as usize
+    }
+
+    /// Draws a number in [0, 1).
+    pub(crate) fn fraction(&self) -> f64 {
+        (self.draw() >> 11) as f64 / (1_u64 << 53) as f64
+    }
+}
+
+/// SplitMix64's step, the golden ratio in 64 bits.
+const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// SplitMix64's finaliser (Steele, Lea, Flood 2014).
 const fn mix(mut z: u64) -> u64 {

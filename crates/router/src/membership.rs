@@ -5,6 +5,7 @@ use std::sync::Arc;
 use microserving_protocol::ApiError;
 use tracing::info;
 
+use crate::index::follow;
 use crate::watch::watch;
 use crate::{Change, Engine, EngineSpec, RouterService};
 
@@ -106,8 +107,11 @@ impl RouterService {
     /// Starts what goes on beside an engine for as long as it is in the cluster.
     pub(crate) fn follow(&self, engine: &Arc<Engine>) {
         info!(engine = engine.name(), number = engine.number(), role = engine.role().name(), "engine joined");
-        let stop = self.spawner.stop().clone();
-        self.spawner.spawn(watch(engine.clone(), self.shared.clone(), stop));
+        let stop = self.spawner.stop();
+        self.spawner.spawn(watch(engine.clone(), self.shared.clone(), stop.clone()));
+        if let Some(feed) = self.shared.placement.index().join(engine.number()) {
+            self.spawner.spawn(follow(engine.clone(), feed, stop.clone()));
+        }
     }
 }
 

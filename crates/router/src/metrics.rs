@@ -17,7 +17,8 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
-use crate::{BreakerState, Cluster, Health};
+use crate::index::IndexMetrics;
+use crate::{BreakerState, Cluster, Health, PrefixIndex};
 
 /// From a cache hit on a small model to a long prompt in a long queue.
 const FIRST_TOKEN_BUCKETS: [f64; 14] =
@@ -130,6 +131,7 @@ pub struct Metrics {
     waiting: Family<ClassLabel, Gauge>,
     retries_refused: Counter,
     prediction_ratio: Family<PredictionLabels, Gauge<f64, AtomicU64>>,
+    index: IndexMetrics,
 }
 
 impl Default for Metrics {
@@ -281,6 +283,7 @@ impl Metrics {
             "Whether failures in a row keep requests away from an engine",
             engine_breaker.clone(),
         );
+        let index = IndexMetrics::register(&mut registry);
         Self {
             patterns: RwLock::default(),
             succeeded_calls: RwLock::default(),
@@ -313,6 +316,7 @@ impl Metrics {
             waiting,
             retries_refused,
             prediction_ratio,
+            index,
         }
     }
 
@@ -454,9 +458,15 @@ impl Metrics {
         self.move_pause.observe(time.as_secs_f64());
     }
 
+    /// Notes how many tokens an engine was said to hold, and how many it held.
+    pub(crate) fn hint(&self, hinted: u32, held: u32) {
+        self.index.hint(hinted, held);
+    }
+
     /// Renders everything in OpenMetrics text.
     #[must_use]
-    pub fn render(&self, cluster: &Cluster) -> String {
+    pub fn render(&self, cluster: &Cluster, index: &PrefixIndex) -> String {
+        self.index.set(&index.stats());
         for engine in cluster.engines().iter() {
             let label = EngineLabel { engine: engine.name().to_owned() };
             let ready = i64::from(engine.health() == Health::Ready);

@@ -116,7 +116,7 @@ impl RouterService {
         engines.retain(|engine| {
             engine.takes_requests() && engine.number() != to.number() && engine.exchanges_with(to)
         });
-        let choice = self.shared.placement.choose(Job::Prefill, &engines, copy, copy.len());
+        let choice = self.shared.placement.choose(Job::Prefill, &engines, &|_| true, copy, copy.len());
         choice.map(|choice| choice.engine).ok_or(Error::NoEngine { job: "send" })
     }
 

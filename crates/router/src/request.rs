@@ -9,6 +9,7 @@ use microserving_protocol::{
 };
 
 use crate::client_headers::ClientHeaders;
+use crate::pages::{Chains, Pages};
 
 /// A request as programs see it: tokens, checked parameters, and the body that goes to engines.
 #[derive(Clone, Debug, PartialEq)]
@@ -27,6 +28,7 @@ pub struct Request {
     generated_from: Option<u32>,
     /// Which choice of the client's request this is, if it is one of several that goes on alone.
     choice_index: Option<u32>,
+    chains: Chains,
 }
 
 /// Bytes of text that stand for one token where nobody can count tokens.
@@ -69,6 +71,7 @@ impl Request {
             chunks: Arc::default(),
             generated_from: None,
             choice_index: None,
+            chains: Chains::default(),
         }
     }
 
@@ -114,6 +117,7 @@ impl Request {
     pub fn written_as(mut self, written: Written) -> Self {
         if self.tokens.is_empty() {
             self.chunks = chunks(&written).into();
+            self.chains = Chains::default();
         }
         self.written = Some(Arc::new(written));
         self
@@ -168,6 +172,7 @@ impl Request {
             chunks: Arc::default(),
             generated_from: (!output.is_empty()).then_some(prompt_len),
             choice_index,
+            chains: Chains::default(),
         }
     }
 
@@ -186,6 +191,7 @@ impl Request {
             written: None,
             generated_from: None,
             choice_index: None,
+            chains: Chains::default(),
             ..self.clone()
         }
     }
@@ -251,8 +257,9 @@ impl Request {
         &self.params
     }
 
-    pub(crate) fn cache_salt(&self) -> &str {
-        &self.params.cache_salt
+    /// Returns the names of its pages, which are made as they are asked for, once.
+    pub(crate) fn pages(&self, page_size: u32) -> Pages<'_> {
+        self.chains.of(self.placement_keys(), &self.params.cache_salt, page_size)
     }
 
     /// Says whether the engine returns the prompt's text before the output.

@@ -31,6 +31,8 @@ pub struct Seat {
     begun: Option<AbortRequest>,
     /// Where a reservation ends, and this engine's own computing begins.
     prepared: Option<u32>,
+    /// Tokens that the engine was said to hold, until it has told what it really held.
+    hinted: Option<u32>,
 }
 
 /// A reservation on the receiving engine.
@@ -45,8 +47,8 @@ pub struct Prepared {
 }
 
 impl Seat {
-    pub(crate) const fn new(ctx: Ctx, in_flight: InFlight) -> Self {
-        Self { ctx, in_flight, begun: None, prepared: None }
+    pub(crate) const fn new(ctx: Ctx, in_flight: InFlight, hinted: Option<u32>) -> Self {
+        Self { ctx, in_flight, begun: None, prepared: None, hinted }
     }
 
     /// Returns the engine.
@@ -106,6 +108,7 @@ impl Seat {
         self.in_flight.set_tokens(request.len().saturating_sub(end));
         self.prepared = Some(end);
         self.ctx.stats.matched(answer.prefix_matched_length);
+        self.note_held(answer.prefix_matched_length, end);
         Ok(Prepared {
             matched: answer.prefix_matched_length,
             kv_addr_info: answer.kv_addr_info,
@@ -145,6 +148,10 @@ impl Seat {
         timer.tell_sent(self.engine(), &answer);
         self.ctx.shared.placement.note(self.engine(), request, end);
         self.ctx.stats.sent(self.engine().name(), &answer);
+        // An engine of another make tells nothing.
+        if answer.cached_tokens > 0 || answer.computed_tokens > 0 {
+            self.note_held(answer.cached_tokens, end);
+        }
         Ok(answer)
     }
 
@@ -311,6 +318,13 @@ impl Seat {
     /// The engine gave the sequence up for want of room, and may well do it once there is some.
     pub(crate) fn note_preempted(&self) {
         self.ctx.troubles.note(self.engine(), Trouble::CannotReceive);
+    }
+
+    /// Notes what the engine really held of the first `end` tokens, for the index's record.
+    pub(crate) fn note_held(&mut self, held: u32, end: u32) {
+        if let Some(hinted) = self.hinted.take() {
+            self.ctx.shared.metrics.hint(hinted.min(end), held);
+        }
     }
 }
 

@@ -24,8 +24,8 @@ use crate::steps::Steps;
 use crate::tasks::Spawner;
 use crate::{
     BadPattern, Cluster, Config, Connect, ConnectHttp, EngineSpec, Error, Metrics, Pattern, Patterns,
-    Placement, PlacementPolicy, Program, ProgramFactory, ProgramLoader, PromptCodec, Randomness, RetryBudget,
-    RouterTasks, Rule, Thresholds,
+    Placement, PlacementPolicy, PrefixIndex, Program, ProgramFactory, ProgramLoader, PromptCodec, Randomness,
+    RetryBudget, RouterTasks, Rule, Thresholds,
 };
 
 /// How a router works.
@@ -53,6 +53,8 @@ pub struct RouterConfig {
     pub admin_token: Option<String>,
     /// How engines are chosen.
     pub placement: PlacementPolicy,
+    /// Memory that the index of held prefixes takes at most, in bytes.
+    pub index_bytes: usize,
     /// How long a request may take, all calls together.
     pub request_timeout: Duration,
     /// How long one step of a program may take where nothing is predicted: a `prep_recv`, a `remote_send`, a first token.
@@ -89,6 +91,7 @@ impl RouterConfig {
             connector: Arc::new(ConnectHttp),
             admin_token: None,
             placement: PlacementPolicy::default(),
+            index_bytes: PrefixIndex::DEFAULT_BYTES,
             request_timeout: Duration::from_secs(600),
             step_timeout: Duration::from_secs(60),
             max_in_flight: 4096,
@@ -141,9 +144,11 @@ impl RouterService {
         patterns.set_all(&config.pattern, &config.rules).map_err(|(_, error)| error)?;
         let metrics = Arc::new(Metrics::new());
         let (aborts, queue) = AbortQueue::new(metrics.clone());
+        let seed = config.randomness.draw();
+        let index = Arc::new(PrefixIndex::new(config.index_bytes, seed));
         let shared = Shared {
             cluster: Arc::new(Cluster::new(config.engines)),
-            placement: Arc::new(Placement::new(config.placement)),
+            placement: Arc::new(Placement::new(config.placement, index, seed)),
             metrics,
             traffic: Arc::new(Traffic::new(config.profile)),
             retry_budget: Arc::new(RetryBudget::new(Instant::now())),
@@ -195,6 +200,12 @@ impl RouterService {
     #[must_use]
     pub const fn patterns(&self) -> &Patterns {
         &self.patterns
+    }
+
+    /// Returns the index of held prefixes.
+    #[must_use]
+    pub fn index(&self) -> &Arc<PrefixIndex> {
+        self.shared.placement.index()
     }
 
     /// Returns the metrics.

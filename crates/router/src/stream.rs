@@ -64,6 +64,11 @@ impl Generating {
         {
             self.timer.usage(seat.engine(), usage);
         }
+        if let Some(usage) = &chunk.usage
+            && usage.prompt_tokens_details.is_some()
+        {
+            seat.note_held(usage.cached_tokens(), usage.prompt_tokens);
+        }
         self.finished |= chunk.choices.iter().any(|choice| choice.finish_reason.is_some());
         Ok(chunk)
     }

@@ -86,6 +86,11 @@ impl Vitals {
         u64::try_from(now.saturating_duration_since(self.origin).as_millis()).unwrap_or(u64::MAX)
     }
 
+    /// Returns how long the engine has been in the cluster.
+    pub(crate) fn age(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.origin)
+    }
+
     /// Notes a sign of life.
     pub(crate) fn note_sign(&self, now: Instant) {
         self.last_sign.fetch_max(self.millis(now), Ordering::Relaxed);

@@ -101,6 +101,9 @@ async fn look(engine: &Engine, thresholds: &Thresholds, shared: &Shared, last_re
         }
     }
     if engine.set_health(health) {
+        if health == Health::Ready {
+            shared.placement.index().wake(engine.number());
+        }
         match health {
             Health::Ready => info!(engine = engine.name(), role = engine.role().name(), "engine is ready"),
             Health::NotReady => warn!(engine = engine.name(), "engine is not ready"),

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Parser;
-use microserving_daemon::{Daemon, DaemonOptions, positive_seconds, seconds};
+use microserving_daemon::{ByteSize, Daemon, DaemonOptions, positive_seconds, seconds};
 use microserving_grpc::WirePolicy;
 use microserving_router::{Pattern, PlacementPolicy, Rule, rules_from_json};
 
@@ -93,6 +93,16 @@ pub(crate) struct Options {
         help_heading = "Routing"
     )]
     pub(crate) placement: PlacementPolicy,
+
+    /// Memory that the index of held prefixes takes at most.
+    #[arg(
+        long,
+        env = "MICROSERVING_INDEX_BYTES",
+        value_name = "BYTES",
+        default_value = "256MiB",
+        help_heading = "Routing"
+    )]
+    pub(crate) index_bytes: ByteSize,
 
     /// Seconds that a request may take, all calls and retries together.
     #[arg(long, env = "MICROSERVING_REQUEST_TIMEOUT_SECONDS", value_name = "SECONDS", default_value = "600",

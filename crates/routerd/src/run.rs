@@ -37,6 +37,7 @@ pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
     config.thresholds.check().map_err(|error| Refused(error.message))?;
     config.pattern = options.pattern.clone();
     config.placement = options.placement;
+    config.index_bytes = usize::try_from(options.index_bytes.num_bytes()).unwrap_or(usize::MAX);
     config.request_timeout = options.request_timeout_seconds;
     config.step_timeout = options.step_timeout_seconds;
     config.max_in_flight = options.max_in_flight as usize;

@@ -14,6 +14,9 @@ pub(crate) fn run(rows: &mut Rows) -> Result<()> {
         "microserving-radix",
         "--package",
         "microserving-kvcache",
+        "--package",
+        "microserving-router",
+        "--benches",
     ]))?;
     let mut found = Vec::new();
     collect(&shell::target_dir().join("criterion"), &mut Vec::new(), &mut found)?;

@@ -1,6 +1,7 @@
 //! Measurements: one table on the terminal, one JSON row a figure.
 
 mod engine;
+mod index;
 mod load;
 mod micro;
 mod patterns;
@@ -46,7 +47,9 @@ enum What {
     Switch,
     /// KV bytes between two processes, against memcpy in the same run.
     Transfer,
-    /// radix and kvcache, by criterion.
+    /// Memory of the router's index of held prefixes while engines come and go.
+    Index,
+    /// radix, kvcache and the router's choosing, by criterion.
     Micro,
     /// Patterns under the same load, on modelled hardware in virtual time.
     Patterns,
@@ -54,7 +57,8 @@ enum What {
 
 /// Measures what was asked for.
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let all = [What::Engine, What::Router, What::Switch, What::Transfer, What::Micro, What::Patterns];
+    let all =
+        [What::Engine, What::Router, What::Switch, What::Transfer, What::Index, What::Micro, What::Patterns];
     let chosen = if args.what.is_empty() { all.to_vec() } else { args.what.clone() };
     let mut rows = row::Rows::new(args.keep)?;
     for what in chosen {
@@ -72,6 +76,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
                 switch::run(&binaries, &mut rows, args.seconds)?;
             }
             What::Transfer => transfer::run(&mut rows)?,
+            What::Index => index::run(&mut rows)?,
             What::Micro => micro::run(&mut rows)?,
             What::Patterns => patterns::run(&mut rows)?,
         }

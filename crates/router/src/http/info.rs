@@ -92,7 +92,7 @@ pub(crate) async fn ready(State(service): State<Arc<RouterService>>) -> Response
 
 pub(crate) async fn metrics(State(service): State<Arc<RouterService>>) -> Response {
     service.metrics().set_waiting(service.num_waiting().into_iter());
-    let text = service.metrics().render(service.cluster());
+    let text = service.metrics().render(service.cluster(), service.index());
     let kind = HeaderValue::from_static("application/openmetrics-text; version=1.0.0; charset=utf-8");
     (StatusCode::OK, [(header::CONTENT_TYPE, kind)], text).into_response()
 }

@@ -222,12 +222,9 @@ fn sit(service: &RouterService, ctx: Ctx, sketch: &Sketch<'_>) -> Option<Seat> {
         return None;
     }
     let placement = &service.shared.placement;
-    let holders = placement.texts().holders(Instant::now(), &sketch.chain);
-    let held = |number| {
-        let holder = holders.iter().find(|holder: &&Holder| holder.engine == number);
-        holder.map_or(0, |holder| sketch.tokens_in(holder.num_bytes))
-    };
-    let choice = placement.choose_by_text(&engines, sketch.num_tokens(), held)?;
+    let holders = placement.texts().holders(Instant::now(), &sketch.chain).into_iter();
+    let holders = holders.map(|Holder { engine, num_bytes }| (engine, sketch.tokens_in(num_bytes)));
+    let choice = placement.choose_by_text(&engines, sketch.num_tokens(), holders.collect())?;
     Some(ctx.sit(choice, sketch.num_tokens()))
 }
 

@@ -7,6 +7,7 @@ use axum::body::Body;
 use axum::http::Request;
 use http_body_util::BodyExt;
 use microserving_router::{EngineSpec, PlacementPolicy, Role};
+use tokio::time::sleep;
 use tower::ServiceExt;
 
 use crate::fake::{Act, Fake, World, tokens};
@@ -35,13 +36,19 @@ async fn an_engine_that_joins_gets_requests_and_one_that_left_gets_none() {
     for _ in 0..6 {
         assert_eq!(world.complete(&body(false)).await.text(), "abc");
     }
-    assert_eq!((generates(&a), generates(&b)), (3, 3));
+    let slowly = generates(&b);
+    assert!(slowly <= 1, "it starts slowly, with a tenth of its share: {slowly} of 6");
+    sleep(Duration::from_secs(11)).await;
+    for _ in 0..6 {
+        assert_eq!(world.complete(&body(false)).await.text(), "abc");
+    }
+    assert_eq!((generates(&a), generates(&b)), (9 - slowly, 3 + slowly));
 
     world.service.remove_engine(0, false).expect("idle");
     for _ in 0..4 {
         assert_eq!(world.complete(&body(false)).await.text(), "abc");
     }
-    assert_eq!((generates(&a), generates(&b)), (3, 7));
+    assert_eq!((generates(&a), generates(&b)), (9 - slowly, 7 + slowly));
     assert!(!world.get("/metrics").await.body.contains(r#"engine="a""#));
     let error = world.service.remove_engine(0, true).expect_err("gone");
     assert_eq!((error.status, error.param.as_deref()), (404, Some("id")));
@@ -75,6 +82,7 @@ async fn a_draining_engine_ends_what_it_has_and_gets_nothing_new() {
     assert!(!drained.calls().contains(&"abort"));
 
     world.service.undrain_engine(number).expect("it exists");
+    sleep(Duration::from_secs(11)).await;
     for _ in 0..4 {
         world.complete(&body(false)).await;
     }

@@ -8,18 +8,21 @@ use axum::body::{Body, Bytes};
 use http_body_util::BodyExt;
 use microserving_protocol::{
     ApiError, CompletionRequest, CompletionResponse, Prompt, SseEvent, SseParser, StreamOptions, Usage,
+    page_hashes,
 };
 use microserving_router::{
     EngineSpec, Pattern as RouterPattern, PlacementPolicy, Randomness, Role, RouterConfig, RouterService,
     RouterTasks,
 };
 use tokio::sync::mpsc;
+use tokio::time::Instant;
 use tower::ServiceExt;
 
 use super::Invariant;
 use super::request::{Pattern, Received, Request};
 use super::wire::SimEngine;
 use super::world::World;
+use crate::Dice;
 
 /// Tries of a client that is told to come again.
 const MAX_TRIES: u32 = 5;
@@ -54,6 +57,15 @@ impl Front {
     /// Ends it as `kill -9` does: nothing that its guards want to send goes out any more.
     pub(crate) fn kill(self) {
         self.lives.store(false, Ordering::Relaxed);
+    }
+
+    /// Tells the router that some engine holds a part of a prompt, whether or not it does: a hint that is wrong must cost time only.
+    pub(crate) fn poison(&self, dice: &mut Dice, request: &Request, page_size: u32) {
+        let pages = page_hashes(&request.salt, &request.prompt, page_size);
+        let engines = self.service.cluster().engines();
+        let engine = engines[dice.below(engines.len() as u64) as usize].number();
+        let count = dice.below(pages.len() as u64 + 1) as usize;
+        self.service.index().note(Instant::now(), engine, count, |depth| pages.get(depth).copied());
     }
 
     /// Says what the router still counts as in flight.
@@ -102,6 +114,7 @@ pub(crate) async fn ask(world: &Arc<World>, request: &Request) -> Ended {
 }
 
 async fn ask_once(world: &Arc<World>, request: &Request, received: &mut Received) -> Ended {
+    world.poison_hints(request);
     let mut connection = connect(world, request);
     let mut parser = SseParser::new();
     let mut status = 0;

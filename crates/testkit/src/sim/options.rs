@@ -64,6 +64,8 @@ pub struct SimOptions {
     pub stubborn: f64,
     /// How likely a program that gives up says so by `abort`; otherwise leases and broken connections must do.
     pub polite: f64,
+    /// How likely a router is told, before a request, that some engine holds a part of its prompt, whether or not it does.
+    pub poisoned_hints: f64,
     /// A rule that engines break, to see whether the checks notice.
     pub mutant: Option<Mutant>,
     /// Mean time between calls of a stranger: forged addresses, values out of bounds, requests that do not exist; `None` is
@@ -153,6 +155,7 @@ impl SimOptions {
             cancel: 0.0,
             stubborn: 0.0,
             polite: 1.0,
+            poisoned_hints: 0.0,
             mutant: None,
             stranger_every: None,
             must_answer: false,
@@ -169,6 +172,7 @@ impl SimOptions {
         if dice.chance(0.25) {
             options.make_transfers_late(&mut dice);
         }
+        options.poisoned_hints = Dice::new(seed).split(7).pick(&[0.0, 0.5, 1.0]);
         // Two of the longest requests fit, so that none is refused for its length and none has an engine to itself.
         let room = options.num_pages * options.page_size / 2;
         options.max_prompt = options.max_prompt.min(room - options.max_output - 2 * options.page_size);
@@ -241,6 +245,7 @@ impl SimOptions {
             cancel: dice.pick(&[0.0, 0.1, 0.4]),
             stubborn: dice.pick(&[0.0, 0.5, 1.0]),
             polite: dice.pick(&[1.0, 0.7, 0.0]),
+            poisoned_hints: 0.0,
             mutant: None,
             stranger_every,
             must_answer: false,

@@ -40,6 +40,15 @@ fn swarms_hold_every_invariant() {
     assert!(sum.done * 10 > wanted * 7, "most requests are answered all the same: {sum:?}");
 }
 
+#[test]
+fn wrong_hints_change_no_answer() {
+    for seed in 100..115 {
+        let options = SimOptions { poisoned_hints: 1.0, ..SimOptions::swarm(seed) };
+        let report = run(seed, &options);
+        assert!(report.is_ok(), "{report}");
+    }
+}
+
 /// A mutant that no seed notices would say that the campaign cannot see what it is there to see; one that is noticed by
 /// something else than what it breaks would say no more.
 fn assert_killed(mutant: Mutant, by: &[Invariant]) {

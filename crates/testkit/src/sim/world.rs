@@ -134,6 +134,8 @@ pub(crate) struct World {
     pub(crate) seed: u64,
     state: Mutex<State>,
     front: Mutex<(u64, Option<Front>)>,
+    /// For what is whispered to routers: dice of their own, so that runs without it stay as they are.
+    whispers: Mutex<Dice>,
 }
 
 impl World {
@@ -170,6 +172,7 @@ impl World {
             seed,
             state: Mutex::new(state),
             front: Mutex::default(),
+            whispers: Mutex::new(Dice::new(seed).split(8)),
         })
     }
 
@@ -434,6 +437,19 @@ impl World {
     /// Returns the running router's routes.
     pub(crate) fn app(&self) -> Option<axum::Router> {
         self.front().1.as_ref().map(|front| front.service.http())
+    }
+
+    /// Tells the running router something about who holds a request's prompt, true or not, as often as the options say.
+    pub(crate) fn poison_hints(&self, request: &super::request::Request) {
+        if self.options.poisoned_hints == 0.0 {
+            return;
+        }
+        let mut dice = self.whispers.lock().unwrap_or_else(PoisonError::into_inner);
+        if dice.chance(self.options.poisoned_hints)
+            && let Some(front) = &self.front().1
+        {
+            front.poison(&mut dice, request, self.options.page_size);
+        }
     }
 
     /// Says what the running router still counts as in flight.

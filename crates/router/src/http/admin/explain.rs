@@ -78,14 +78,14 @@ fn candidates(service: &RouterService, request: &Request, explained: &mut Value)
     explained["pairs"] = pairs.take(MAX_PAIRS).map(|(d, p)| show_pair(d, p, request)).collect();
 
     let engines_of = |all: &[Candidate]| all.iter().map(|one| one.engine.clone()).collect::<Vec<_>>();
-    let decode = placement.peek(Job::Decode, &engines_of(&decoders), request, request.len());
+    let decode = placement.peek(Job::Decode, &engines_of(&decoders), request);
     let mut others = engines_of(&prefillers);
     if let Some(decode) = &decode {
         others.retain(|engine| {
             engine.number() != decode.engine.number() && engine.exchanges_with(&decode.engine)
         });
     }
-    let prefill = placement.peek(Job::Prefill, &others, request, request.len());
+    let prefill = placement.peek(Job::Prefill, &others, request);
     let name =
         |choice: Option<crate::placement::Choice>| choice.map(|choice| choice.engine.name().to_owned());
     explained["chosen"] = json!({"decode": name(decode), "prefill": name(prefill)});
