@@ -117,7 +117,7 @@ async fn the_same_requests_are_sent_and_the_answers_read() {
         assert_eq!(settled(sent), settled(row["request"].clone()), "{case}");
         match row["path"].as_str().expect("a path") {
             "/microserving/prep_recv" => {
-                assert!(row["response"].as_str().expect("text").contains(&answer), "{case}")
+                assert!(row["response"].as_str().expect("text").contains(&answer), "{case}");
             }
             "/microserving/remote_send" => assert_ne!(answer, "0", "{case}"),
             _ => assert!(!answer.is_empty(), "{case}"),

@@ -102,7 +102,7 @@ enum News {
     Failed(usize, Error),
     Ended(usize),
     Order(Order),
-    Move(Result<Arrived, Error>),
+    Move(Box<Result<Arrived, Error>>),
 }
 
 impl Answering {
@@ -242,7 +242,7 @@ impl Answering {
                 News::Ended(line) => self.end(line)?,
                 News::Failed(line, error) => self.recover(line, error)?,
                 News::Order(order) => self.obey(order),
-                News::Move(outcome) => self.note_move(outcome)?,
+                News::Move(outcome) => self.note_move(*outcome)?,
             }
         }
         self.over = true;
@@ -257,7 +257,7 @@ impl Answering {
             && moving.arrived.is_none()
             && let Poll::Ready(outcome) = moving.task.as_mut().poll(cx)
         {
-            return Poll::Ready(News::Move(outcome));
+            return Poll::Ready(News::Move(Box::new(outcome)));
         }
         let num_lines = self.lines.len();
         for step in 0..num_lines {

@@ -75,7 +75,7 @@ impl Draws {
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// SplitMix64's finaliser (Steele, Lea, Flood 2014).
-const fn mix(mut z: u64) -> u64 {
+pub(crate) const fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)

@@ -26,9 +26,14 @@ pub(crate) struct Line {
 #[allow(clippy::large_enum_variant, reason = "it streams for most of its life")]
 enum State {
     Opening(Opening),
-    /// Its first chunk may have been taken out to see that it runs.
-    Streaming(Option<CompletionResponse>, TokenStream),
+    Streaming(Box<Streaming>),
     Over,
+}
+
+struct Streaming {
+    /// The first chunk, if it was taken out to see that the stream runs.
+    first: Option<CompletionResponse>,
+    rest: TokenStream,
 }
 
 impl Line {
@@ -54,7 +59,13 @@ impl Line {
         first: CompletionResponse,
         stream: TokenStream,
     ) -> Self {
-        Self { request, choices, ctx, state: State::Streaming(Some(first), stream), begun: false }
+        Self {
+            request,
+            choices,
+            ctx,
+            state: State::Streaming(Box::new(Streaming { first: Some(first), rest: stream })),
+            begun: false,
+        }
     }
 
     /// Returns the context of this run.
@@ -75,7 +86,7 @@ impl Line {
     /// Returns the move that the program wants, once.
     pub(crate) fn take_plan(&mut self) -> Option<PlannedMove> {
         match &mut self.state {
-            State::Streaming(_, stream) => stream.take_plan(),
+            State::Streaming(streaming) => streaming.rest.take_plan(),
             State::Opening(_) | State::Over => None,
         }
     }
@@ -91,14 +102,14 @@ impl Line {
                 State::Opening(opening) => match opening.as_mut().poll(cx) {
                     Poll::Pending => return Poll::Pending,
                     Poll::Ready(Ok(stream)) => {
-                        self.state = State::Streaming(None, stream);
+                        self.state = State::Streaming(Box::new(Streaming { first: None, rest: stream }));
                         continue;
                     }
                     Poll::Ready(Err(error)) => Some(Err(error)),
                 },
-                State::Streaming(first, stream) => match first.take() {
+                State::Streaming(streaming) => match streaming.first.take() {
                     Some(first) => Some(Ok(first)),
-                    None => match Pin::new(stream).poll_next(cx) {
+                    None => match Pin::new(&mut streaming.rest).poll_next(cx) {
                         Poll::Pending => return Poll::Pending,
                         Poll::Ready(item) => item,
                     },

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use microserving_protocol::PageHash;
 
 use super::set::{EngineSet, Slot};
+use crate::ids::mix;
 
 /// Entries that are allocated at a time.
 const CHUNK: usize = 512;
@@ -91,7 +92,7 @@ impl PageTable {
             log_bytes: 0,
             max_holding_bytes: max_bytes / 4,
             hand: 0,
-            key: [seed | 1, seed.rotate_left(32).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1],
+            key: [mix(seed) | 1, mix(!seed) | 1],
             evicted: 0,
         }
     }
@@ -219,7 +220,8 @@ impl PageTable {
     fn head(&self, page: [u64; 2]) -> usize {
         let product = u128::from(page[0] ^ self.key[0]) * u128::from(page[1] ^ self.key[1]);
         #[allow(clippy::cast_possible_truncation, reason = "both halves are wanted, then the upper one")]
-        let hash = (product >> 64) as u64 ^ product as u64;
+        // The place is taken from the upper bits, which a small difference reaches only when it is mixed again.
+        let hash = mix((product >> 64) as u64 ^ product as u64);
         ((u128::from(hash) * self.heads.len() as u128) >> 64) as usize
     }
 
