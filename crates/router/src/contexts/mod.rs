@@ -38,7 +38,7 @@ impl Contexts {
         let tokens = &request.tokens()[..request.len() as usize - 1];
         let model = request.model().unwrap_or_default();
         // Salt and model in one: what is shared under one model is not under another.
-        let chain = page_hashes(&format!("{model}\0{}", request.cache_salt()), tokens, page_size);
+        let chain = page_hashes(&format!("{model}\0{}", request.params().cache_salt), tokens, page_size);
         self.table().note(
             Instant::now(),
             engine.number(),
@@ -47,7 +47,7 @@ impl Contexts {
                 page_size,
                 tokens,
                 model: request.model(),
-                salt: request.cache_salt(),
+                salt: &request.params().cache_salt,
                 answer: request.params().max_tokens,
             },
         );

@@ -277,9 +277,9 @@ mod tests {
         assert_eq!(copies.iter().map(|copy| copy.context).collect::<Vec<_>>(), [1]);
         let mut engines = [loaded(0, 700), engine(1)];
         engines[1].is_free = false;
-        assert!(plan(&[small.clone()], &engines, 0.0).is_empty(), "the link rests");
+        assert!(plan(std::slice::from_ref(&small), &engines, 0.0).is_empty(), "the link rests");
         (engines[1].is_free, engines[1].group) = (true, 1);
-        assert!(plan(&[small.clone()], &engines, 0.0).is_empty(), "another layout");
+        assert!(plan(std::slice::from_ref(&small), &engines, 0.0).is_empty(), "another layout");
         let mut lost = small;
         lost.holders.clear();
         assert!(plan(&[lost], &[engine(0), engine(1)], 0.0).is_empty(), "nobody has it");
