@@ -272,7 +272,12 @@ impl RouterService {
                 Some(entry) => {
                     engine.set_role(entry.role);
                     engine.set_weight(entry.weight);
-                    if entry.is_draining { engine.drain() } else { engine.undrain() }
+                    if !entry.is_draining {
+                        engine.undrain();
+                    } else if !engine.is_draining() {
+                        engine.drain();
+                        self.move_away(engine);
+                    }
                 }
             }
         }
