@@ -210,6 +210,61 @@ fn a_relayed_request_moves() -> Result<()> {
     cluster.wait_idle(Duration::from_secs(10))
 }
 
+/// An engine that is told to drain decodes only the first part of what it was decoding.
+#[test]
+fn an_engine_that_drains_sends_its_requests_away() -> Result<()> {
+    for relay in ["true", "false"] {
+        let mut cluster = Cluster::start(&slow_steps(2).router_args(["--relay", relay]))?;
+        let router = cluster.router().url().to_owned();
+        let alone = Case {
+            prompt: prompt(PROMPT_TOKENS, 5),
+            max_tokens: MAX_TOKENS,
+            temperature: 0.0,
+            seed: 0,
+            salt: "alone".into(),
+        };
+        let wanted: Vec<u64> =
+            alone.send(cluster.engines()[0].url(), None)?.token_ids.iter().map(|&id| id.into()).collect();
+        let decoded = |engine: usize| -> Result<u64> {
+            let state = cluster.engine_state(engine)?;
+            state
+                .pointer("/counters/decode_tokens")
+                .and_then(Value::as_u64)
+                .context("no count of decoded tokens")
+        };
+        let before = [decoded(0)?, decoded(1)?];
+        let body = json!({
+            "prompt": alone.prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "cache_salt": "drains",
+            "return_token_ids": true, "ignore_eos": true, "stream": true,
+        });
+        let mut stream = http::post_stream(&format!("{router}/v1/completions"), &[], &body)?;
+        let (mut tokens, mut drained) = (Vec::<u64>::new(), false);
+        while let Some(event) = stream.next_event()? {
+            ensure!(event.get("error").is_none(), "{event}");
+            tokens.extend(
+                event["choices"][0]["token_ids"].as_array().into_iter().flatten().filter_map(Value::as_u64),
+            );
+            if tokens.len() >= MOVE_AT && !drained {
+                drained = true;
+                let engines: Value = http::get(&format!("{router}/admin/v1/engines"))?.json()?;
+                let all = engines["engines"].as_array().context("no engines")?;
+                let busy = all.iter().find(|engine| engine["in_flight"] != 0).context("nobody serves it")?;
+                let answer =
+                    http::post(&format!("{router}/admin/v1/engines/{}/drain", busy["id"]), &[], &json!({}))?;
+                ensure!(answer.status == 200, "{answer:?}");
+            }
+        }
+        ensure!(tokens == wanted, "{tokens:?} is not {wanted:?}");
+        let shares = [decoded(0)? - before[0], decoded(1)? - before[1]];
+        ensure!(
+            shares.iter().all(|&share| share > 0),
+            "relay {relay}: one engine decoded it all: {shares:?}"
+        );
+        cluster.wait_idle(Duration::from_secs(10))?;
+    }
+    Ok(())
+}
+
 #[test]
 fn a_context_moves_before_its_requests_do() -> Result<()> {
     let mut cluster = Cluster::start(&slow_steps(2))?;
