@@ -216,6 +216,10 @@ impl Fields {
             priority: self.int("priority"),
             return_token_ids: self.flag("return_token_ids"),
         };
+        // One candidate for each choice is what there is without the word.
+        if self.0.get("best_of").is_some_and(|best_of| *best_of == 1) {
+            self.take("best_of");
+        }
         assert_eq!(self.0, Map::new(), "this cannot be said over gRPC");
         message
     }
