@@ -5,13 +5,12 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use microserving_protocol::KvRange;
-use microserving_transport::{ByteRun, ClaimId, Delivery, Ending, Refusal, run_is_allowed};
+use microserving_transport::one_sided::{Frame, Record, Records, VERSION, Writer};
+use microserving_transport::{ByteRun, ClaimId, Delivery, Ending, Refusal};
 use rustix::net::sockopt::socket_peercred;
 
-use crate::frame::{Frame, Record, VERSION};
 use crate::link::{Link, LinkError};
 use crate::memory::{Counters, Region};
-use crate::process::Writer;
 use crate::shared::{ClaimWriter, ConnId, Shared};
 
 #[derive(Debug)]
@@ -20,8 +19,7 @@ struct Claim {
     slot: u32,
     num_bytes: u64,
     runs: Arc<[ByteRun]>,
-    records: Vec<Record>,
-    recorded_bytes: u64,
+    records: Records,
 }
 
 /// What a receiver keeps of a sender. It outlives the connection while claims are open: only the writer's exit ends them
@@ -254,8 +252,7 @@ impl Inbound {
             slot,
             num_bytes: accepted.num_bytes,
             runs: accepted.runs,
-            records: Vec::new(),
-            recorded_bytes: 0,
+            records: Records::default(),
         };
         self.claims.insert(channel, claim);
         Ok((frame, region, counters))
@@ -279,15 +276,7 @@ impl Inbound {
     fn on_records(&mut self, channel: u64, records: Vec<Record>) -> Result<(), LinkError> {
         // A claim that has ended here may have records on the way.
         let Some(claim) = self.claims.get_mut(&channel) else { return Ok(()) };
-        for Record { run, .. } in &records {
-            claim.recorded_bytes = claim.recorded_bytes.saturating_add(run.num_bytes as u64);
-            let inside = run_is_allowed(&claim.runs, run.offset, run.num_bytes);
-            if run.num_bytes == 0 || !inside || claim.recorded_bytes > claim.num_bytes {
-                return Err(LinkError::Protocol("records outside the claim"));
-            }
-        }
-        claim.records.extend(records);
-        Ok(())
+        claim.records.extend(records, &claim.runs, claim.num_bytes).map_err(LinkError::Protocol)
     }
 
     fn on_finish(&mut self, shared: &Shared, channel: u64, said_bytes: u64) -> Result<(), LinkError> {
@@ -299,7 +288,10 @@ impl Inbound {
         let num_bytes = if said_bytes == claim.num_bytes { counted } else { said_bytes };
         let intact = !self.checksum
             || num_bytes != claim.num_bytes
-            || shared.region.get().is_some_and(|region| is_intact(region, claim.num_bytes, claim.records));
+            || shared.region.get().is_some_and(|region| {
+                let hash = |run: ByteRun| region.mapping().hash(run.offset, run.num_bytes);
+                claim.records.are_intact(claim.num_bytes, hash)
+            });
         let result = shared.receiving().book.finish(claim.id, Delivery { num_bytes, intact });
         self.free_slots.push(claim.slot);
         self.send(&Frame::Finished { channel, refusal: result.err() })
@@ -315,15 +307,4 @@ impl Inbound {
         receiving.book.end(claim.id, Ending::Drained);
         self.free_slots.push(claim.slot);
     }
-}
-
-/// Says whether the records cover the claim, each byte once, and match what the region holds.
-fn is_intact(region: &Region, num_bytes: u64, mut records: Vec<Record>) -> bool {
-    records.sort_unstable_by_key(|record| record.run.offset);
-    let overlap =
-        records.windows(2).any(|pair| pair[0].run.offset + pair[0].run.num_bytes > pair[1].run.offset);
-    let covered: u64 = records.iter().map(|record| record.run.num_bytes as u64).sum();
-    let matches =
-        |record: &Record| region.mapping().hash(record.run.offset, record.run.num_bytes) == record.hash;
-    !overlap && covered == num_bytes && records.iter().all(matches)
 }

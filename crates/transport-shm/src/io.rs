@@ -7,12 +7,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use microserving_protocol::KvRange;
+use microserving_transport::one_sided::{Notice, Stopping};
 use microserving_transport::{ChannelId, Refusal};
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use crate::address::Address;
-use crate::channels::{Notice, Stopping};
 use crate::inbound::Inbound;
 use crate::link::{Link, LinkError};
 use crate::outbound::Outbound;

@@ -34,15 +34,13 @@
 //! ```
 
 mod address;
-mod channels;
 mod config;
-mod frame;
 mod inbound;
 mod io;
 mod link;
 mod memory;
 mod outbound;
-mod process;
+mod packets;
 mod shared;
 #[cfg(test)]
 mod tests;

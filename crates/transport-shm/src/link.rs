@@ -5,12 +5,13 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use microserving_transport::one_sided::{Frame, FrameError};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
-use crate::frame::{Assembler, Frame, FrameError, MAX_PACKET, packets};
+use crate::packets::{Assembler, MAX_PACKET, packets};
 
 /// Bytes that may wait for a peer that does not read; beyond, the connection is given up.
 const MAX_OUTGOING: usize = 64 << 20;

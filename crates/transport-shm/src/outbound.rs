@@ -5,10 +5,9 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use microserving_protocol::KvRange;
+use microserving_transport::one_sided::{Frame, MAX_RECORDS, Notice, Stopping, Target, VERSION};
 use microserving_transport::{ChannelId, Refusal};
 
-use crate::channels::{Notice, Stopping, Target};
-use crate::frame::{Frame, MAX_RECORDS, VERSION};
 use crate::link::{Link, LinkError, Received};
 use crate::memory::PeerMemory;
 use crate::shared::Shared;

@@ -7,13 +7,16 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use microserving_protocol::{Generation, KvRange};
+use microserving_transport::one_sided::{Channels, Notice};
 use microserving_transport::{Admission, ChannelId, GrantBook};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::ShmConfig;
 use crate::address::Address;
-use crate::channels::{Channels, Notice};
-use crate::memory::{Counters, Region};
+use crate::memory::{Counters, PeerMemory, Region};
+
+/// Channels into the mapped regions of peers.
+pub(crate) type SentTo = Channels<Arc<PeerMemory>>;
 
 /// A connection of the IO thread; never used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -65,7 +68,7 @@ pub(crate) struct Shared {
     pub(crate) config: ShmConfig,
     pub(crate) region: OnceLock<Arc<Region>>,
     receiving: Mutex<Receiving>,
-    channels: Mutex<Channels>,
+    channels: Mutex<SentTo>,
     /// There may be something for the writer thread.
     pub(crate) work: Condvar,
     commands: Mutex<Vec<Command>>,
@@ -101,12 +104,12 @@ impl Shared {
         lock(&self.receiving)
     }
 
-    pub(crate) fn channels(&self) -> MutexGuard<'_, Channels> {
+    pub(crate) fn channels(&self) -> MutexGuard<'_, SentTo> {
         lock(&self.channels)
     }
 
     /// Waits until there may be something to write.
-    pub(crate) fn wait_for_work<'a>(&self, channels: MutexGuard<'a, Channels>) -> MutexGuard<'a, Channels> {
+    pub(crate) fn wait_for_work<'a>(&self, channels: MutexGuard<'a, SentTo>) -> MutexGuard<'a, SentTo> {
         self.work.wait(channels).unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -4,15 +4,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use microserving_protocol::{Generation, KvMemory, KvRange};
+use microserving_transport::one_sided::{Frame, Record, VERSION, own_start_time};
 use microserving_transport::{
     Admission, ByteRun, Claim, Grant, KvTransport, PutRun, Refusal, TransportEvent,
 };
 
 use crate::address::{Address, Place};
-use crate::frame::{Frame, MAX_PACKET, Record, VERSION};
 use crate::link::{Link, LinkError, Received, listen};
 use crate::memory::PeerMemory;
-use crate::process::own_start_time;
+use crate::packets::MAX_PACKET;
 use crate::{ShmConfig, ShmTransport};
 
 const G: Generation = Generation(1);

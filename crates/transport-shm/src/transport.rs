@@ -6,18 +6,17 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use microserving_protocol::{Generation, KvMemory};
+use microserving_transport::one_sided::{MAX_RUNS, Put, Stopping, own_start_time};
 use microserving_transport::{
     Admission, ChannelId, Claim, Grant, KvTransport, PeerAddress, PutRun, Telemetry, TransportError,
     TransportEvent, check_source_runs,
 };
 
 use crate::address::{Address, Place};
-use crate::channels::{Put, Stopping};
-use crate::frame::MAX_RUNS;
 use crate::io::Io;
 use crate::memory::Region;
 use crate::shared::{Command, Shared};
-use crate::{NAME, ShmConfig, link, process, writer};
+use crate::{NAME, ShmConfig, link, writer};
 
 /// A [`KvTransport`] between the processes of one user on one host.
 ///
@@ -44,7 +43,7 @@ impl ShmTransport {
     pub fn new(config: ShmConfig) -> Result<Self, TransportError> {
         let place = Place::here().map_err(system("find out where this process runs"))?;
         let address = Address::new(place).map_err(system("draw a random name"))?;
-        let start_time = process::own_start_time().map_err(system("read the start time of this process"))?;
+        let start_time = own_start_time().map_err(system("read the start time of this process"))?;
         let listener = link::listen(&address.socket_name()).map_err(system("bind the socket"))?;
         let shared = Arc::new(Shared::new(config).map_err(system("make an eventfd"))?);
         let io = Io::new(shared.clone(), listener, start_time).map_err(system("watch the socket"))?;

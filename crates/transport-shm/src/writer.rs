@@ -1,14 +1,14 @@
 //! The writer thread: copies slices from our region into the peers', so that `put` never waits for memory.
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use microserving_transport::ByteRun;
+use microserving_transport::one_sided::{Copied, Record, Slice};
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::channels::{Copied, Slice};
-use crate::frame::Record;
-use crate::memory::Region;
+use crate::memory::{PeerMemory, Region};
 use crate::shared::{Command, Shared};
-use microserving_transport::ByteRun;
 
 /// Copies until the transport shuts down. A slice under way is always ended, and its channel told, before that.
 pub(crate) fn run(shared: &Shared) {
@@ -35,7 +35,7 @@ pub(crate) fn run(shared: &Shared) {
     }
 }
 
-fn copy(region: &Region, slice: &Slice) -> Copied {
+fn copy(region: &Region, slice: &Slice<Arc<PeerMemory>>) -> Copied {
     let begin = now();
     let mut records = Vec::new();
     let mut num_bytes = 0;

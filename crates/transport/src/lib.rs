@@ -5,6 +5,7 @@
 //! - [`plan_layer`] and [`grant_runs`] turn pages and token ranges into byte runs; a transport never sees a page.
 //! - [`GrantBook`] is the receiver's half of the rules, shared by all transports.
 //! - [`LoopbackHub`] connects engines of one process, with seeded faults for simulation if wanted.
+//! - [`one_sided`] holds what transports share whose senders write straight into the receiver's memory.
 //! - `conformance` (feature `conformance`) is the suite that every implementation runs.
 //!
 //! **Why a revoke waits.** Puts are one-sided: they land in the receiver's memory without its doing. Freeing a page because
@@ -59,6 +60,7 @@ mod checks;
 pub mod conformance;
 mod contract;
 mod loopback;
+pub mod one_sided;
 mod plan;
 
 pub use book::{Accepted, ClaimId, Delivery, Ending, GrantBook, run_is_allowed};

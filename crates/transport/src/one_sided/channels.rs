@@ -1,41 +1,48 @@
-//! The sender's channels: what is queued, what the writer thread is copying, and when a channel has nothing under way.
+//! The sender's channels: what is queued, what the writer is copying, and when a channel has nothing under way.
 //!
 //! ```text
-//!  put ──▶ queued runs ──▶ writer thread: copies a slice, bumps the counter ──▶ Written  (finish called, queue empty)
+//!  put ──▶ queued runs ──▶ the writer: copies a slice, bumps the counter ──▶ Written  (finish called, queue empty)
 //!  cancel, Stop, hangup ──▶ stopping: the queue is dropped, the slice under way ends ──▶ Stopped
 //! ```
 //!
-//! `Written` and `Stopped` go to the IO thread, which tells the receiver. Neither is said while a copy is under way: this is
+//! `Written` and `Stopped` go to whoever speaks with the receiver and are told to it. Neither is said while a copy is under way: this is
 //! what makes a `Drained` true.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use microserving_transport::{ByteRun, ChannelId, PutRun, Refusal, TransportEvent, run_is_allowed};
+use super::Record;
+use crate::{ByteRun, ChannelId, PutRun, Refusal, TransportEvent, run_is_allowed};
 
-use crate::frame::Record;
-use crate::memory::PeerMemory;
-
-/// Where an accepted claim is written to.
+/// Where an accepted claim is written to; `M` is how the transport reaches the receiver's memory.
 #[derive(Clone, Debug)]
-pub(crate) struct Target {
-    pub(crate) memory: Arc<PeerMemory>,
-    pub(crate) slot: u32,
-    pub(crate) num_bytes: u64,
-    pub(crate) runs: Arc<[ByteRun]>,
-    pub(crate) checksum: bool,
+pub struct Target<M> {
+    /// The receiver's memory.
+    pub memory: M,
+    /// The receiver's arrival counter for this claim.
+    pub slot: u32,
+    /// Bytes that must be written, neither more nor fewer.
+    pub num_bytes: u64,
+    /// Where they may lie, sorted.
+    pub runs: Arc<[ByteRun]>,
+    /// Whether the receiver wants a checksum of every run.
+    pub checksum: bool,
 }
 
 /// Why a channel is being closed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Stopping {
+pub enum Stopping {
+    /// The caller gave it up.
     Cancelled,
+    /// Something else ended it.
     Because(Refusal),
 }
 
 impl Stopping {
-    pub(crate) fn refusal(self) -> Option<Refusal> {
+    /// Returns what to report.
+    #[must_use]
+    pub fn refusal(self) -> Option<Refusal> {
         match self {
             Self::Cancelled => None,
             Self::Because(refusal) => Some(refusal),
@@ -43,18 +50,18 @@ impl Stopping {
     }
 }
 
-/// What the IO thread must do about a channel.
+/// What the receiver must be told about a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Notice {
+pub enum Notice {
     /// Everything is written: tell the receiver.
     Written(ChannelId),
     /// Nothing will be written any more: tell the receiver, and close.
     Stopped(ChannelId),
 }
 
-#[derive(Debug, Default)]
-struct Channel {
-    target: Option<Target>,
+#[derive(Debug)]
+struct Channel<M> {
+    target: Option<Target<M>>,
     queue: VecDeque<PutRun>,
     /// A slice is being copied.
     writing: bool,
@@ -71,45 +78,65 @@ struct Channel {
     busy: Duration,
 }
 
-/// A slice for the writer thread.
-#[derive(Debug)]
-pub(crate) struct Slice {
-    pub(crate) channel: ChannelId,
-    pub(crate) target: Target,
-    pub(crate) runs: Vec<PutRun>,
+impl<M> Default for Channel<M> {
+    fn default() -> Self {
+        Self {
+            target: None,
+            queue: VecDeque::new(),
+            writing: false,
+            listed: false,
+            finishing: false,
+            written: false,
+            stopping: None,
+            stopped: false,
+            taken_bytes: 0,
+            records: Vec::new(),
+            busy: Duration::ZERO,
+        }
+    }
 }
 
-/// What the writer thread made of a slice.
+/// A slice for the writer.
 #[derive(Debug)]
-pub(crate) struct Copied {
-    pub(crate) num_bytes: u64,
-    pub(crate) busy: Duration,
-    pub(crate) records: Vec<Record>,
+pub struct Slice<M> {
+    /// Whose it is.
+    pub channel: ChannelId,
+    /// Where it goes.
+    pub target: Target<M>,
+    /// What to copy; every run lies inside the grant.
+    pub runs: Vec<PutRun>,
 }
 
-/// What a channel delivered, for the receiver and for `Finished`.
+/// What the writer made of a slice, or a channel of all of them.
 #[derive(Debug)]
-pub(crate) struct Delivered {
-    pub(crate) num_bytes: u64,
-    pub(crate) busy: Duration,
-    pub(crate) records: Vec<Record>,
+pub struct Copied {
+    /// Bytes written.
+    pub num_bytes: u64,
+    /// Time spent writing.
+    pub busy: Duration,
+    /// The runs with their checksums, where the receiver wants them.
+    pub records: Vec<Record>,
 }
 
 /// How a `put` ended that is no error of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Put {
+pub enum Put {
+    /// The runs are in the queue.
     Queued,
     /// The channel is closing or was closed; the news is on the way.
     Dropped,
+    /// `finish` was called before.
     Finished,
+    /// There is no such channel.
     Unknown,
+    /// More runs wait than may.
     QueueFull,
 }
 
 /// All channels of one transport, and the sender's events.
-#[derive(Debug, Default)]
-pub(crate) struct Channels {
-    open: BTreeMap<ChannelId, Channel>,
+#[derive(Debug)]
+pub struct Channels<M> {
+    open: BTreeMap<ChannelId, Channel<M>>,
     ready: VecDeque<ChannelId>,
     events: Vec<TransportEvent>,
     last: u64,
@@ -118,15 +145,31 @@ pub(crate) struct Channels {
     shut_down: bool,
 }
 
-impl Channels {
-    pub(crate) fn open(&mut self) -> ChannelId {
+impl<M> Default for Channels<M> {
+    fn default() -> Self {
+        Self {
+            open: BTreeMap::new(),
+            ready: VecDeque::new(),
+            events: Vec::new(),
+            last: 0,
+            bytes_sent: 0,
+            busy: Duration::ZERO,
+            shut_down: false,
+        }
+    }
+}
+
+impl<M: Clone> Channels<M> {
+    /// Makes a channel that waits to be accepted; puts are queued meanwhile.
+    pub fn open(&mut self) -> ChannelId {
         self.last += 1;
         let id = ChannelId(self.last);
         self.open.insert(id, Channel::default());
         id
     }
 
-    pub(crate) fn put(&mut self, id: ChannelId, runs: &[PutRun], max_queued_runs: usize) -> Put {
+    /// Queues runs, unless more than `max_queued_runs` would wait then.
+    pub fn put(&mut self, id: ChannelId, runs: &[PutRun], max_queued_runs: usize) -> Put {
         let Some(channel) = self.open.get_mut(&id) else {
             return if self.closed_unseen(id) { Put::Dropped } else { Put::Unknown };
         };
@@ -145,13 +188,13 @@ impl Channels {
     }
 
     /// Says that no more puts follow; answers a notice if nothing is left to write.
-    pub(crate) fn finish(&mut self, id: ChannelId) -> Option<Notice> {
+    pub fn finish(&mut self, id: ChannelId) -> Option<Notice> {
         self.open.get_mut(&id)?.finishing = true;
         self.settle(id)
     }
 
     /// Begins to close a channel; the first reason counts.
-    pub(crate) fn stop(&mut self, id: ChannelId, why: Stopping) -> Option<Notice> {
+    pub fn stop(&mut self, id: ChannelId, why: Stopping) -> Option<Notice> {
         let channel = self.open.get_mut(&id)?;
         channel.stopping.get_or_insert(why);
         channel.queue.clear();
@@ -159,7 +202,7 @@ impl Channels {
     }
 
     /// The receiver accepted: queued runs are now being written.
-    pub(crate) fn accept(&mut self, id: ChannelId, target: Target) -> Option<Notice> {
+    pub fn accept(&mut self, id: ChannelId, target: Target<M>) -> Option<Notice> {
         let channel = self.open.get_mut(&id)?;
         channel.target = Some(target);
         if channel.stopping.is_none() {
@@ -170,7 +213,7 @@ impl Channels {
     }
 
     /// Takes the next slice, of at most about `slice_bytes`, and what to say about channels found to break their promise.
-    pub(crate) fn next_slice(&mut self, slice_bytes: usize) -> (Option<Slice>, Option<Notice>) {
+    pub fn next_slice(&mut self, slice_bytes: usize) -> (Option<Slice<M>>, Option<Notice>) {
         while let Some(id) = self.ready.pop_front() {
             let Some(channel) = self.open.get_mut(&id) else { continue };
             channel.listed = false;
@@ -193,7 +236,7 @@ impl Channels {
     }
 
     /// Notes what became of a slice.
-    pub(crate) fn copied(&mut self, id: ChannelId, copied: Copied) -> Option<Notice> {
+    pub fn copied(&mut self, id: ChannelId, copied: Copied) -> Option<Notice> {
         self.bytes_sent += copied.num_bytes;
         self.busy += copied.busy;
         let channel = self.open.get_mut(&id)?;
@@ -204,19 +247,22 @@ impl Channels {
         self.settle(id)
     }
 
-    pub(crate) fn is_accepted(&self, id: ChannelId) -> bool {
+    /// Says whether the receiver accepted the claim.
+    #[must_use]
+    pub fn is_accepted(&self, id: ChannelId) -> bool {
         self.open.get(&id).is_some_and(|channel| channel.target.is_some())
     }
 
     /// Says whether `Written` was said: the writer has nothing to do with the channel any more.
-    pub(crate) fn is_written(&self, id: ChannelId) -> bool {
+    #[must_use]
+    pub fn is_written(&self, id: ChannelId) -> bool {
         self.open.get(&id).is_some_and(|channel| channel.written)
     }
 
     /// Takes what a written channel delivered, to be told to the receiver.
-    pub(crate) fn delivered(&mut self, id: ChannelId) -> Option<Delivered> {
+    pub fn delivered(&mut self, id: ChannelId) -> Option<Copied> {
         let channel = self.open.get_mut(&id).filter(|channel| channel.stopping.is_none())?;
-        Some(Delivered {
+        Some(Copied {
             num_bytes: channel.taken_bytes,
             busy: channel.busy,
             records: std::mem::take(&mut channel.records),
@@ -226,7 +272,7 @@ impl Channels {
     /// Closes a channel whose end is certain and reports it.
     ///
     /// A channel that is still being written stays until the writer is done with it, whatever the receiver said.
-    pub(crate) fn close(&mut self, id: ChannelId, refusal: Option<Refusal>) {
+    pub fn close(&mut self, id: ChannelId, refusal: Option<Refusal>) {
         let Some(channel) = self.open.remove(&id) else { return };
         debug_assert!(!channel.writing, "closed under the writer");
         let refusal = channel.stopping.map_or(refusal, Stopping::refusal);
@@ -234,38 +280,49 @@ impl Channels {
     }
 
     /// Ends a channel whose bytes the receiver acknowledged.
-    pub(crate) fn complete(&mut self, id: ChannelId) {
+    pub fn complete(&mut self, id: ChannelId) {
         let Some(channel) = self.open.remove(&id) else { return };
         let (num_bytes, busy) = (channel.taken_bytes, channel.busy);
         self.events.push(TransportEvent::Finished { channel: id, num_bytes, busy });
     }
 
-    pub(crate) fn stop_all(&mut self, why: Stopping) -> Vec<Notice> {
+    /// Begins to close all channels.
+    pub fn stop_all(&mut self, why: Stopping) -> Vec<Notice> {
         let ids: Vec<_> = self.open.keys().copied().collect();
         ids.into_iter().filter_map(|id| self.stop(id, why)).collect()
     }
 
-    pub(crate) fn shut_down(&mut self) {
+    /// Says that the transport ends.
+    pub fn shut_down(&mut self) {
         self.shut_down = true;
     }
 
-    pub(crate) fn is_shut_down(&self) -> bool {
+    /// Says whether the transport ends.
+    #[must_use]
+    pub fn is_shut_down(&self) -> bool {
         self.shut_down
     }
 
-    pub(crate) fn has_events(&self) -> bool {
+    /// Says whether events wait to be drained.
+    #[must_use]
+    pub fn has_events(&self) -> bool {
         !self.events.is_empty()
     }
 
-    pub(crate) fn drain_events(&mut self, into: &mut Vec<TransportEvent>) {
+    /// Moves the events so far to `into`, in order.
+    pub fn drain_events(&mut self, into: &mut Vec<TransportEvent>) {
         into.append(&mut self.events);
     }
 
-    pub(crate) fn bytes_sent(&self) -> u64 {
+    /// Returns the bytes written over all channels.
+    #[must_use]
+    pub fn bytes_sent(&self) -> u64 {
         self.bytes_sent
     }
 
-    pub(crate) fn busy(&self) -> Duration {
+    /// Returns the time spent writing over all channels.
+    #[must_use]
+    pub fn busy(&self) -> Duration {
         self.busy
     }
 
@@ -300,7 +357,7 @@ impl Channels {
 /// A run that the grant does not allow, or one byte too many.
 struct OutsideGrant;
 
-impl Channel {
+impl<M> Channel<M> {
     /// Takes runs of about `slice_bytes` from the queue, cutting the last one to fit.
     fn take(&mut self, slice_bytes: usize) -> Result<Vec<PutRun>, OutsideGrant> {
         let Some(target) = self.target.as_ref().filter(|_| self.stopping.is_none()) else {

@@ -1,10 +1,10 @@
-//! What sender and receiver say to each other over the socket, and its bytes.
+//! What the sender and the receiver of a one-sided transport say to each other, and its bytes.
 //!
 //! ```text
 //! sender                                             receiver
-//!   Hello{version, start_time, checksum}  ─────────▶   who writes: pidfd
+//!   Hello{version, start_time, checksum}  ─────────▶   who writes; first on a connection
 //!   Open{channel, range, credential}      ─────────▶   admission, claim
-//!   ◀─────────  Accept{slot, num_bytes, runs} + memfds (once per connection)  |  Refuse{refusal}  |  Reject{reason}
+//!   ◀─────────  Accept{slot, num_bytes, runs}  |  Refuse{refusal}  |  Reject{reason}
 //!   Records{runs and their hashes}…       ─────────▶   in checksum mode
 //!   Finish{num_bytes}                     ─────────▶   counts, verifies
 //!   ◀─────────  Finished{refusal?}
@@ -12,37 +12,32 @@
 //!   Drained{channel}                      ─────────▶   nothing of the claim can land any more
 //! ```
 //!
-//! Numbers are little-endian. A message is cut into packets of at most [`MAX_PACKET`] bytes, each led by a byte that says
-//! whether more follow; an [`Assembler`] joins them again, up to [`MAX_MESSAGE`] bytes. Whatever a peer sends, decoding
-//! answers with a frame or a [`FrameError`].
+//! Numbers are little-endian. How a message is delimited is the transport's: a frame is a message of at most [`MAX_MESSAGE`] bytes.
+//! Whatever a peer sends, decoding answers with a frame or a [`FrameError`].
 
+use super::Record;
+use crate::{ByteRun, Refusal};
 use microserving_protocol::KvRange;
-use microserving_transport::{ByteRun, Refusal};
 
-/// The version of everything in this file; peers of other versions are rejected.
-pub(crate) const VERSION: u16 = 1;
-/// Bytes of a packet, its leading byte included: what a socket buffer takes without asking for one large piece.
-pub(crate) const MAX_PACKET: usize = 32 << 10;
+/// The version of everything in this file; peers of other versions are turned away.
+pub const VERSION: u16 = 1;
 /// Bytes of a message. The largest is an `Accept` with the runs of a much-scattered grant.
-pub(crate) const MAX_MESSAGE: usize = 16 << 20;
+pub const MAX_MESSAGE: usize = 16 << 20;
 /// Runs in one `Accept`.
-pub(crate) const MAX_RUNS: usize = MAX_MESSAGE / RUN_BYTES - 16;
+pub const MAX_RUNS: usize = MAX_MESSAGE / RUN_BYTES - 16;
 /// Records in one `Records`; longer lists travel in several.
-pub(crate) const MAX_RECORDS: usize = 4096;
+pub const MAX_RECORDS: usize = 4096;
 
 const RUN_BYTES: usize = 16;
 const RECORD_BYTES: usize = 24;
-const MORE_FOLLOWS: u8 = 1;
 
-/// A run that was written, and the checksum of its source.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Record {
-    pub(crate) run: ByteRun,
-    pub(crate) hash: u64,
-}
-
+/// One message.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Frame {
+#[allow(
+    missing_docs,
+    reason = "the drawing above says what each is for; the fields are those of claims and grants"
+)]
+pub enum Frame {
     Hello { version: u16, start_time: u64, checksum: bool },
     Open { channel: u64, range: KvRange, credential: Vec<u8> },
     Records { channel: u64, records: Vec<Record> },
@@ -57,23 +52,37 @@ pub(crate) enum Frame {
 
 /// Why bytes are not a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum FrameError {
+pub enum FrameError {
+    /// Bytes are missing.
     #[error("the message ends too early")]
     Truncated,
+    /// Bytes follow behind it.
     #[error("{num_bytes} bytes are left over behind the message")]
-    TrailingBytes { num_bytes: usize },
+    TrailingBytes {
+        /// How many.
+        num_bytes: usize,
+    },
+    /// The first byte says nothing known.
     #[error("no frame has the tag {tag}")]
-    UnknownTag { tag: u8 },
+    UnknownTag {
+        /// The byte.
+        tag: u8,
+    },
+    /// A field is out of its bounds.
     #[error("the field `{field}` has a value that does not exist")]
-    BadField { field: &'static str },
+    BadField {
+        /// Which.
+        field: &'static str,
+    },
+    /// More bytes than a message may have.
     #[error("the message is longer than {MAX_MESSAGE} bytes")]
     TooLong,
-    #[error("an empty packet")]
-    EmptyPacket,
 }
 
 impl Frame {
-    pub(crate) fn encode(&self) -> Vec<u8> {
+    /// Returns the bytes.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::new();
         let mut word = |tag: u8, words: &[u64]| {
             out.push(tag);
@@ -111,7 +120,11 @@ impl Frame {
         out
     }
 
-    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, FrameError> {
+    /// Reads a message.
+    ///
+    /// # Errors
+    /// Why the bytes are none.
+    pub fn decode(bytes: &[u8]) -> Result<Self, FrameError> {
         let (&tag, rest) = bytes.split_first().ok_or(FrameError::Truncated)?;
         let mut input = Input(rest);
         let frame = match tag {
@@ -234,44 +247,6 @@ impl Input<'_> {
     }
 }
 
-/// Cuts a message into packets.
-pub(crate) fn packets(message: &[u8]) -> impl Iterator<Item = Vec<u8>> {
-    let pieces = message.chunks(MAX_PACKET - 1);
-    let last = pieces.len().saturating_sub(1);
-    pieces.enumerate().map(move |(at, piece)| {
-        let lead = if at < last { MORE_FOLLOWS } else { 0 };
-        [&[lead], piece].concat()
-    })
-}
-
-/// Joins packets to messages.
-#[derive(Debug, Default)]
-pub(crate) struct Assembler {
-    parts: Vec<u8>,
-}
-
-impl Assembler {
-    /// Takes a packet; returns the frame that it completes, if it does.
-    pub(crate) fn push(&mut self, packet: &[u8]) -> Result<Option<Frame>, FrameError> {
-        let (&lead, piece) = packet.split_first().ok_or(FrameError::EmptyPacket)?;
-        if self.parts.len() + piece.len() > MAX_MESSAGE {
-            return Err(FrameError::TooLong);
-        }
-        match lead {
-            MORE_FOLLOWS => {
-                self.parts.extend(piece);
-                Ok(None)
-            }
-            0 if self.parts.is_empty() => Frame::decode(piece).map(Some),
-            0 => {
-                self.parts.extend(piece);
-                Frame::decode(&std::mem::take(&mut self.parts)).map(Some)
-            }
-            _ => Err(FrameError::BadField { field: "lead" }),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -306,33 +281,11 @@ mod tests {
         ]
     }
 
-    fn through_packets(frame: &Frame) -> Frame {
-        let mut assembler = Assembler::default();
-        let packets: Vec<_> = packets(&frame.encode()).collect();
-        let (last, rest) = packets.split_last().expect("at least one packet");
-        for packet in rest {
-            assert!(packet.len() <= MAX_PACKET);
-            assert_eq!(assembler.push(packet), Ok(None));
-        }
-        assembler.push(last).expect("a whole frame").expect("the last packet completes it")
-    }
-
     #[test]
     fn every_frame_survives_the_way() {
         for frame in one_of_each() {
-            assert_eq!(through_packets(&frame), frame);
+            assert_eq!(Frame::decode(&frame.encode()), Ok(frame));
         }
-        let long = Frame::Accept {
-            channel: 1,
-            slot: 0,
-            num_bytes: 0,
-            checksum: false,
-            runs: (0..100_000).map(|at| run(at, 1)).collect(),
-        };
-        assert_eq!(through_packets(&long), long);
-        let credential = vec![7; 3 * MAX_PACKET];
-        let long = Frame::Open { channel: 1, range: KvRange::default(), credential };
-        assert_eq!(through_packets(&long), long);
     }
 
     #[test]
@@ -361,33 +314,17 @@ mod tests {
         assert_eq!(words(7, &[1, 0]), Err(FrameError::BadField { field: "refusal" }));
         assert_eq!(words(9, &[1, 7]), Err(FrameError::BadField { field: "refusal" }));
         assert_eq!(words(5, &[1, 1]), Err(FrameError::TrailingBytes { num_bytes: 8 }));
-        let mut assembler = Assembler::default();
-        assert_eq!(assembler.push(&[]), Err(FrameError::EmptyPacket));
-        assert_eq!(assembler.push(&[2, 8]), Err(FrameError::BadField { field: "lead" }));
-    }
-
-    #[test]
-    fn an_endless_message_is_cut_off() {
-        let mut assembler = Assembler::default();
-        let mut packet = vec![0; MAX_PACKET];
-        packet[0] = MORE_FOLLOWS;
-        let failed_at = (0..).find(|_| assembler.push(&packet).is_err()).expect("bounded");
-        assert!(failed_at <= MAX_MESSAGE / (MAX_PACKET - 1));
-        assert!(assembler.parts.len() <= MAX_MESSAGE);
+        assert_eq!(Frame::decode(&[]), Err(FrameError::Truncated));
     }
 
     proptest! {
         #[test]
-        fn noise_never_panics(packets in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..80), 1..8)) {
-            let mut assembler = Assembler::default();
-            for mut packet in packets {
-                // Plausible leads and tags, so that the fields are reached.
-                if let [lead, tag, ..] = packet.as_mut_slice() {
-                    *lead %= 3;
-                    *tag %= 12;
-                }
-                let _ = assembler.push(&packet);
+        fn noise_never_panics(mut bytes in proptest::collection::vec(any::<u8>(), 0..80)) {
+            // A plausible tag, so that the fields are reached.
+            if let Some(tag) = bytes.first_mut() {
+                *tag %= 12;
             }
+            let _ = Frame::decode(&bytes);
         }
     }
 }

@@ -9,21 +9,21 @@ use rustix::process::{Pid, PidfdFlags, getpid, pidfd_open};
 
 /// A process that may write to us, held by a pidfd: readable once the process has exited, and never another process.
 #[derive(Debug)]
-pub(crate) struct Writer {
+pub struct Writer {
     pid: Pid,
     pidfd: OwnedFd,
 }
 
 impl Writer {
-    /// Takes hold of the process at the other end of a connection.
+    /// Takes hold of the process that a peer runs in.
     ///
-    /// The kernel tells the process that connected (`pid`). Should it have exited and its number been given away since, the
+    /// The kernel tells the process that connected, or the peer itself where there is no connection (`pid`). Should it have exited and its number been given away since, the
     /// pidfd would be of a stranger: the start time that the peer stated must be that of the process held, looked up while
     /// the pidfd says that it lives.
     ///
     /// # Errors
     /// If the process cannot be seen (another PID namespace), has exited, or is another one.
-    pub(crate) fn identify(pid: Pid, stated_start_time: u64) -> io::Result<Self> {
+    pub fn identify(pid: Pid, stated_start_time: u64) -> io::Result<Self> {
         let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
         let start_time = start_time_of(&pid.as_raw_nonzero().to_string())?;
         if has_exited(pidfd.as_fd())? || start_time != stated_start_time {
@@ -32,16 +32,23 @@ impl Writer {
         Ok(Self { pid, pidfd })
     }
 
-    pub(crate) fn pid(&self) -> i32 {
+    /// Returns its number.
+    #[must_use]
+    pub fn pid(&self) -> i32 {
         self.pid.as_raw_nonzero().get()
     }
 
-    pub(crate) fn pidfd(&self) -> BorrowedFd<'_> {
+    /// Returns what becomes readable at its exit.
+    #[must_use]
+    pub fn pidfd(&self) -> BorrowedFd<'_> {
         self.pidfd.as_fd()
     }
 
     /// Says whether the process has exited: no instruction of it runs any more, in whatever thread.
-    pub(crate) fn has_exited(&self) -> io::Result<bool> {
+    ///
+    /// # Errors
+    /// If the system does not say.
+    pub fn has_exited(&self) -> io::Result<bool> {
         has_exited(self.pidfd.as_fd())
     }
 }
@@ -54,7 +61,10 @@ fn has_exited(pidfd: BorrowedFd<'_>) -> io::Result<bool> {
 }
 
 /// Returns when this process started, to state it to a peer.
-pub(crate) fn own_start_time() -> io::Result<u64> {
+///
+/// # Errors
+/// If `/proc` is not there.
+pub fn own_start_time() -> io::Result<u64> {
     start_time_of(&getpid().as_raw_nonzero().to_string())
 }
 
