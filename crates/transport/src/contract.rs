@@ -21,7 +21,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use microserving_protocol::{Generation, KvMemory, KvRange};
+use microserving_protocol::{Generation, KvMemory, KvRange, PeId};
 
 /// How a sender reaches a receiver: opaque to all but the transport that made it; travels inside the address.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -219,6 +219,11 @@ pub trait KvTransport: Send + fmt::Debug {
 
     /// Returns how peers reach this process.
     fn peer_address(&self) -> PeerAddress;
+
+    /// Returns which processing element an address of this transport names, where peers are numbered: `recv_rank` has to agree with it.
+    fn rank_of(&self, _peer: &PeerAddress) -> Option<PeId> {
+        None
+    }
 
     /// Allocates the KV region, zeroed; called once. The memory is readable and writable by this process, and by peers
     /// under a grant.

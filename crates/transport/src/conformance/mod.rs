@@ -12,6 +12,7 @@
 
 mod checks;
 mod endings;
+pub mod remote;
 mod rig;
 
 pub use checks::{
@@ -28,11 +29,15 @@ pub use endings::{
 };
 pub use rig::{Cluster, Factory, Options};
 
-/// Makes one test per rule of the contract for a [`Factory`] expression.
+/// A rule and its name.
+pub type Rule = (&'static str, fn(&dyn Factory));
+
+/// Hands the names of all rules to another macro, behind what is in the brackets.
+#[doc(hidden)]
 #[macro_export]
-macro_rules! conformance_tests {
-    ($factory:expr) => {
-        $crate::conformance_tests! { @each $factory,
+macro_rules! conformance_rules {
+    ($then:ident [$($for_it:tt)*]) => {
+        $crate::$then! { [$($for_it)*]
             a_bad_credential_writes_nothing
             a_cancelled_claim_is_lost
             a_killed_sender_is_fenced
@@ -57,12 +62,36 @@ macro_rules! conformance_tests {
             wrong_totals_end_the_claim
         }
     };
-    (@each $factory:expr, $($rule:ident)*) => {
+}
+
+#[doc(hidden)]
+#[macro_export]
+macro_rules! conformance_table {
+    ([] $($rule:ident)*) => {
+        /// All rules, for those who run them one after the other.
+        pub const RULES: &[Rule] = &[$((stringify!($rule), $rule)),*];
+    };
+}
+
+#[doc(hidden)]
+#[macro_export]
+macro_rules! conformance_each {
+    ([$factory:expr] $($rule:ident)*) => {
         $(
             #[test]
             fn $rule() {
                 $crate::conformance::$rule(&$factory);
             }
         )*
+    };
+}
+
+crate::conformance_rules!(conformance_table []);
+
+/// Makes one test per rule of the contract for a [`Factory`] expression.
+#[macro_export]
+macro_rules! conformance_tests {
+    ($factory:expr) => {
+        $crate::conformance_rules! { conformance_each [$factory] }
     };
 }
