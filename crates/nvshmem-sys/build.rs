@@ -26,12 +26,11 @@ mod bindings {
     use std::path::{Path, PathBuf};
     use std::process::Command;
 
-    /// How to get what is missing. The versions fit each other, and the CUDA 13.0 toolkit of driver 580.
+    /// How to get what is missing.
     const HOW: &str = "\
 the feature `nvshmem` needs headers that are not in this repository. To get them:
-    python3 -m pip install --no-deps --target DIR nvidia-nvshmem-cu13==3.4.5 nvidia-cuda-runtime==13.0.96 \\
-        nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85 libclang==18.1.1
-    export NVSHMEM_HOME=DIR/nvidia/nvshmem CUDA_HOME=DIR/nvidia/cu13 LIBCLANG_PATH=DIR/clang/native";
+    cargo xtask nvshmem --fetch
+which prints what to set NVSHMEM_HOME, CUDA_HOME and LIBCLANG_PATH to";
 
     /// What the bindings hold; the library exports some 1,500 symbols, most of them typed variants of these.
     const FUNCTIONS: [&str; 6] = [
@@ -51,6 +50,7 @@ the feature `nvshmem` needs headers that are not in this repository. To get them
     const CONSTANTS: &str = "NVSHMEM_(SIGNAL_(SET|ADD)|CMP_.*|VENDOR_.*|TEAM_.*|STATUS_.*|INIT_ATTR_VER)|NVSHMEMX_(INIT_.*|SUCCESS|ERROR_.*)";
 
     pub(crate) fn generate() -> Result<(), String> {
+        println!("cargo:rustc-check-cfg=cfg(init_args_v2)");
         println!("cargo:rerun-if-changed=build.rs");
         println!("cargo:rerun-if-changed=wrapper.hpp");
         for name in ["NVSHMEM_HOME", "CUDA_HOME", "LIBCLANG_PATH"] {
@@ -58,6 +58,9 @@ the feature `nvshmem` needs headers that are not in this repository. To get them
         }
         let nvshmem = include_dir("NVSHMEM_HOME", "nvshmem_host.h")?;
         let cuda = include_dir("CUDA_HOME", "cuda_runtime.h")?;
+        if has_init_args_v2(&nvshmem) {
+            println!("cargo:rustc-cfg=init_args_v2");
+        }
         let mut builder = bindgen::Builder::default()
             .header("wrapper.hpp")
             .clang_args(["-x", "c++", "-std=c++17", "-DNVSHMEM_HOSTLIB_ONLY"])
@@ -91,6 +94,13 @@ the feature `nvshmem` needs headers that are not in this repository. To get them
         let out = env::var_os("OUT_DIR").ok_or("OUT_DIR is not set: this is not run by cargo")?;
         made.write_to_file(Path::new(&out).join("bindings.rs"))
             .map_err(|error| format!("the bindings cannot be written: {error}"))
+    }
+
+    /// Says whether these headers have the second revision of the initialisation arguments, which names the device. It has the size of
+    /// the first, so only the revision number tells the library what lies there.
+    fn has_init_args_v2(include: &Path) -> bool {
+        let header = include.join("device_host/nvshmem_types.h");
+        std::fs::read_to_string(header).is_ok_and(|text| text.contains("nvshmemx_init_args_v2"))
     }
 
     fn include_dir(variable: &str, header: &str) -> Result<PathBuf, String> {

@@ -4,7 +4,8 @@
 //! `CUDA_HOME`; it says how to get them if they are missing), and `load` opens the library at run time:
 //!
 //! - `NvshmemHost`: one method a function of the library, all `unsafe`, with the C names.
-//! - `LoadError`: why there is no library, as a value.
+//! - `LoadError`: why there is no library, as a value; versions 3.4 to 3.8 are known.
+//! - `UniqueId` and `join`: how processes form a world, with "no device" as a value.
 //! - `versioned`: the version field that the library wants in its structs.
 //!
 //! # Why it is loaded and not linked
@@ -28,8 +29,12 @@
 mod bindings;
 #[cfg(feature = "nvshmem")]
 mod library;
+#[cfg(feature = "nvshmem")]
+mod world;
 
 #[cfg(feature = "nvshmem")]
 pub use bindings::*;
 #[cfg(feature = "nvshmem")]
-pub use library::{LIBRARY_NAME, LoadError, load, versioned};
+pub use library::{LIBRARY_NAME, LoadError, SUPPORTED, Version, header_version, load, version, versioned};
+#[cfg(feature = "nvshmem")]
+pub use world::{JoinError, UniqueId, join};
