@@ -4,7 +4,7 @@ use std::process::Command;
 
 use anyhow::Result;
 
-use crate::{configuration, layers, shell};
+use crate::{configuration, layers, nvshmem, shell};
 
 /// Runs the checks, cheapest first.
 pub(crate) fn run() -> Result<()> {
@@ -17,6 +17,7 @@ pub(crate) fn run() -> Result<()> {
         )?;
     }
     shell::run(Command::new("sh").arg("kernels/check.sh").current_dir(shell::root()))?;
+    nvshmem::run_if_fetched()?;
     shell::run(shell::cargo().args(["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings"))?;
     shell::run(shell::cargo().args(["test", "--workspace", "--doc"]))?;
     configuration::run(&configuration::Args::check())

@@ -10,6 +10,7 @@ mod configuration;
 mod demo;
 mod layers;
 mod model;
+mod nvshmem;
 mod shape;
 mod shell;
 mod table;
@@ -36,6 +37,8 @@ enum Command {
     Ci,
     /// Measures, prints a table and writes JSON rows.
     Bench(bench::Args),
+    /// Fetches NVSHMEM's packages, and checks what is built against them: bindings, loading, two processes that find each other.
+    Nvshmem(nvshmem::Args),
     /// Checks the crates' dependencies against the drawing in ARCHITECTURE.md.
     Layers,
     /// Prints the sizes of files and functions, to talk about.
@@ -50,6 +53,7 @@ fn main() -> Result<()> {
         Command::Test(args) => tests::run(&args),
         Command::Ci => ci::run(),
         Command::Bench(args) => bench::run(&args),
+        Command::Nvshmem(args) => nvshmem::run(&args),
         Command::Layers => layers::run(),
         Command::Shape => shape::run(),
         Command::Configuration(args) => configuration::run(&args),
