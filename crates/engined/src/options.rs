@@ -19,7 +19,7 @@ pub(crate) struct Options {
     #[arg(long, env = "MICROSERVING_SERVED_MODEL_NAME", value_name = "NAME", help_heading = "Model")]
     pub(crate) served_model_name: Option<String>,
 
-    /// Form that weights are kept in; by default `auto`: the file's own, quantised ones as `q8_0`. Not for the toy model.
+    /// Form that weights are kept in; by default `auto`: the file's own, quantised types without kernels as `q8_0`. Not for the toy model.
     #[arg(long, env = "MICROSERVING_DTYPE", value_name = "DTYPE", help_heading = "Model")]
     pub(crate) dtype: Option<WeightForm>,
 
@@ -171,7 +171,7 @@ impl Daemon for Options {
 /// The form that weights are kept in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum WeightForm {
-    /// The file's own; quantised ones become `q8_0`.
+    /// The file's own; quantised types without kernels of their own become `q8_0`.
     Auto,
     /// Single precision.
     F32,

@@ -53,7 +53,7 @@ impl CandleConfig {
 /// The form that the weights of the matrices are kept in; norms and biases are always f32.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WeightDtype {
-    /// As the file has them; every quantised type becomes `q8_0`.
+    /// As the file has them: Q8_0, Q4_0, Q4_1, Q4_K and Q6_K tensors each in their own blocks, other quantised types as `q8_0`.
     #[default]
     Auto,
     /// Single precision.

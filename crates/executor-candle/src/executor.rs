@@ -46,7 +46,7 @@ impl CandleExecutor {
             reason: format!("kernel_level: this machine lacks the instructions of {level}"),
         })?;
         let format = ModelFormat::of(&config.path)?;
-        let mut source: Box<dyn TensorSource> = match format {
+        let source: Box<dyn TensorSource> = match format {
             ModelFormat::Gguf => Box::new(GgufSource::open(&config.path)?),
             ModelFormat::Safetensors => Box::new(SafetensorsSource::open(&config.path)?),
         };
@@ -58,12 +58,14 @@ impl CandleExecutor {
                 return Err(load_error(format!("max_context is {asked}, the model allows 1..={most}")));
             }
         };
-        let weights = build(&mut *source, config.dtype, progress)?;
+        let mut pool = Pool::new(config.threads)
+            .map_err(|err| ExecutorError::Device { reason: format!("threads: {err}") })?;
+        let weights = build(&*source, config.dtype, &mut pool, progress)?;
         let shape = source.config().clone();
         tracing::info!(
             path = %config.path.display(),
             architecture = shape.architecture.name(),
-            form = weights.form.name(),
+            forms = weights.forms,
             kernels = level.name(),
             weight_bytes = weights.arena.num_bytes(),
             "model loaded"
@@ -74,8 +76,8 @@ impl CandleExecutor {
             num_kv_heads: shape.num_kv_heads as u32,
             head_dim: shape.head_dim as u32,
             dtype: config.kv_dtype,
-            model_hash: source.hash(),
-            numeric_mode: format!("{}/{level}", weights.form.name()),
+            model_hash: weights.hash,
+            numeric_mode: format!("{}/{level}", weights.forms),
             tp_rank: 0,
             tp_size: 1,
         };
@@ -86,8 +88,6 @@ impl CandleExecutor {
             max_context,
             eos_tokens: config.eos_tokens.clone().unwrap_or_else(|| shape.eos_tokens.clone()),
         };
-        let pool = Pool::new(config.threads)
-            .map_err(|err| ExecutorError::Device { reason: format!("threads: {err}") })?;
         let model = Model::new(shape, weights, kernels, pool);
         Ok(Self { info, model, kv: None, written: Vec::new() })
     }

@@ -7,10 +7,10 @@ use microserving_protocol::{LayerId, PageId, TokenId};
 
 use crate::architecture::ModelConfig;
 use crate::attention::{Heads, KvRegion, Scratch, Unit, attend};
-use crate::kernels::{Kernels, Output, RowsRef};
+use crate::kernels::Kernels;
 use crate::load::{LayerWeights, ModelWeights};
 use crate::pool::{Parts, Pool};
-use crate::weights::{Activation, Matrix};
+use crate::products::{Inputs, cut, grow, multiply};
 
 /// Rows that go through a layer's products together: their activations stay in the caches, and scratch stays small for a
 /// large batch. Rows do not meet outside attention, so the cut does not show.
@@ -72,93 +72,6 @@ struct Buffers {
     logits: Vec<f32>,
 }
 
-/// Activation rows in whichever form the weights want.
-#[derive(Debug, Default)]
-struct Inputs {
-    f32: Vec<f32>,
-    bf16: Vec<u16>,
-    quants: Vec<i8>,
-    scales: Vec<f32>,
-    corrections: Vec<i32>,
-}
-
-/// [`Inputs`] in the hands of several threads.
-struct InputParts<'a> {
-    activation: Activation,
-    /// Elements of a row, padded.
-    k: usize,
-    f32: Parts<'a, f32>,
-    bf16: Parts<'a, u16>,
-    quants: Parts<'a, i8>,
-    scales: Parts<'a, f32>,
-    corrections: Parts<'a, i32>,
-}
-
-/// Makes `vec` at least `len` long.
-fn grow<T: Clone + Default>(vec: &mut Vec<T>, len: usize) {
-    if vec.len() < len {
-        vec.resize(len, T::default());
-    }
-}
-
-impl Inputs {
-    /// Makes room for `rows` inputs of `matrix`.
-    fn parts(&mut self, matrix: &Matrix, rows: usize) -> InputParts<'_> {
-        let (activation, k) = (matrix.activation(), matrix.padded_k());
-        match activation {
-            Activation::F32 => grow(&mut self.f32, rows * k),
-            Activation::Bf16 => grow(&mut self.bf16, rows * k),
-            Activation::Q8 => {
-                grow(&mut self.quants, rows * k);
-                grow(&mut self.scales, rows * k / 32);
-                grow(&mut self.corrections, rows * k / 32);
-            }
-        }
-        InputParts {
-            activation,
-            k,
-            f32: Parts::new(&mut self.f32),
-            bf16: Parts::new(&mut self.bf16),
-            quants: Parts::new(&mut self.quants),
-            scales: Parts::new(&mut self.scales),
-            corrections: Parts::new(&mut self.corrections),
-        }
-    }
-
-    fn rows(&self, activation: Activation) -> RowsRef<'_> {
-        match activation {
-            Activation::F32 => RowsRef::F32(&self.f32),
-            Activation::Bf16 => RowsRef::Bf16(&self.bf16),
-            Activation::Q8 => {
-                RowsRef::Q8 { quants: &self.quants, scales: &self.scales, corrections: &self.corrections }
-            }
-        }
-    }
-}
-
-impl InputParts<'_> {
-    /// Writes row `row`.
-    ///
-    /// # Safety
-    /// No one else accesses that row.
-    unsafe fn put(&self, kernels: Kernels, row: usize, x: &[f32]) {
-        let (k, blocks) = (self.k, self.k / 32);
-        // SAFETY: rows are disjoint and this one is the caller's.
-        unsafe {
-            match self.activation {
-                Activation::F32 => self.f32.get(row * k..(row + 1) * k).copy_from_slice(x),
-                Activation::Bf16 => kernels.to_bf16(x, self.bf16.get(row * k..(row + 1) * k)),
-                Activation::Q8 => kernels.quantise(
-                    x,
-                    self.quants.get(row * k..(row + 1) * k),
-                    self.scales.get(row * blocks..(row + 1) * blocks),
-                    self.corrections.get(row * blocks..(row + 1) * blocks),
-                ),
-            }
-        }
-    }
-}
-
 /// Cuts `rows` into pieces for the pool: `each(row)` for every row.
 fn for_rows(pool: &mut Pool, rows: usize, each: &(dyn Fn(usize) + Sync)) {
     let pieces = if pool.num_threads() == 1 { 1 } else { rows.min(4 * pool.num_threads()) };
@@ -167,11 +80,6 @@ fn for_rows(pool: &mut Pool, rows: usize, each: &(dyn Fn(usize) + Sync)) {
             each(row);
         }
     });
-}
-
-/// Returns piece `piece` of `0..total` cut into `pieces`.
-fn cut(total: usize, pieces: usize, piece: usize) -> Range<usize> {
-    total * piece / pieces..total * (piece + 1) / pieces
 }
 
 impl Model {
@@ -313,7 +221,7 @@ impl Model {
         let (q_width, kv_width) = (config.q_width(), config.kv_width());
         let rows = block.len();
         let norm = weights.attention_norm.get(arena);
-        let inputs = buffers.inputs.parts(&weights.qkv, rows);
+        let inputs = buffers.inputs.parts(kernels, &weights.qkv, rows);
         let x = &buffers.x[block.start * hidden..];
         grow(&mut buffers.outputs, rows * hidden);
         let normed = Parts::new(&mut buffers.outputs);
@@ -386,7 +294,7 @@ impl Model {
         let (kernels, arena) = (*kernels, &all.arena);
         let (hidden, q_width, rows) = (config.hidden, config.q_width(), block.len());
 
-        let inputs = buffers.inputs.parts(&weights.output, rows);
+        let inputs = buffers.inputs.parts(kernels, &weights.output, rows);
         let attended = &buffers.q[block.start * q_width..];
         for_rows(pool, rows, &|row| {
             // SAFETY: each row is visited once.
@@ -396,7 +304,7 @@ impl Model {
 
         let norm = weights.mlp_norm.get(arena);
         let stride = weights.output.padded_outputs();
-        let inputs = buffers.inputs.parts(&weights.gate_up, rows);
+        let inputs = buffers.inputs.parts(kernels, &weights.gate_up, rows);
         let x = Parts::new(&mut buffers.x[block.start * hidden..block.end * hidden]);
         let outputs = Parts::new(&mut buffers.outputs);
         for_rows(pool, rows, &|row| {
@@ -412,7 +320,7 @@ impl Model {
         multiply(kernels, pool, arena, &weights.gate_up, &buffers.inputs, rows, &mut buffers.outputs);
 
         let stride = weights.gate_up.padded_outputs();
-        let inputs = buffers.inputs.parts(&weights.down, rows);
+        let inputs = buffers.inputs.parts(kernels, &weights.down, rows);
         let outputs = Parts::new(&mut buffers.outputs);
         for_rows(pool, rows, &|row| {
             // SAFETY: each row is visited once.
@@ -443,7 +351,7 @@ impl Model {
         let stride = weights.output.padded_outputs();
         for begin in (0..rows).step_by(LOGIT_BLOCK) {
             let block = LOGIT_BLOCK.min(rows - begin);
-            let inputs = buffers.inputs.parts(&weights.output, block);
+            let inputs = buffers.inputs.parts(kernels, &weights.output, block);
             grow(&mut buffers.outputs, block * hidden);
             let normed = Parts::new(&mut buffers.outputs);
             let x = &buffers.x;
@@ -466,28 +374,4 @@ impl Model {
 /// Cuts rows into blocks.
 fn blocks(rows: usize) -> impl Iterator<Item = Range<usize>> {
     (0..rows).step_by(ROW_BLOCK).map(move |begin| begin..(begin + ROW_BLOCK).min(rows))
-}
-
-/// Multiplies `rows` input rows with a matrix, tiles spread over the threads. `outputs: [rows][padded outputs]`.
-fn multiply(
-    kernels: Kernels,
-    pool: &mut Pool,
-    arena: &crate::weights::Arena,
-    matrix: &Matrix,
-    inputs: &Inputs,
-    rows: usize,
-    outputs: &mut Vec<f32>,
-) {
-    grow(outputs, rows * matrix.padded_outputs());
-    let output = Output::new(outputs, matrix.padded_outputs());
-    let (weights, inputs) = (matrix.get(arena), inputs.rows(matrix.activation()));
-    // Pairs of tiles are the kernels' stride; several pieces a thread even out threads that are held up.
-    let pairs = matrix.num_tiles().div_ceil(2);
-    let pieces = if pool.num_threads() == 1 { 1 } else { pairs.min(6 * pool.num_threads()) };
-    pool.run(pieces, &|piece, _| {
-        let pairs = cut(pairs, pieces, piece);
-        let tiles = 2 * pairs.start..(2 * pairs.end).min(matrix.num_tiles());
-        // SAFETY: the pieces share no tile.
-        unsafe { kernels.matmul(weights, inputs, rows, tiles, output) };
-    });
 }

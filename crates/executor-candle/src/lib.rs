@@ -1,16 +1,17 @@
 //! Runs language models on the CPU: Llama, Mistral, Qwen2 and Qwen3 from safetensors directories and GGUF files.
 //!
 //! [`CandleExecutor`] implements the [`Executor`](microserving_executor::Executor) contract. candle gives it what candle
-//! is best at, the file formats, their number types and dequantisation, and the plain [`ReferenceModel`] that its logits are tested
-//! against; the arithmetic of serving is the crate's own. Weights are packed once into tiles that the instruction level
-//! ([`KernelLevel`]) multiplies with directly, and kept in one of four forms ([`WeightDtype`]):
+//! is best at, the file formats, their number types and dequantisation, and the plain [`ReferenceModel`] that its logits are
+//! tested against; the arithmetic of serving is the crate's own. Weights are packed once into tiles that the instruction
+//! level ([`KernelLevel`]) multiplies with directly, and kept in one of these forms ([`WeightDtype`]):
 //!
 //! | form | from | activations |
 //! |---|---|---|
 //! | `f32` | any | f32 |
 //! | `f16` | f16 files kept as they are, or any on request | f32 |
 //! | `bf16` | bf16 files, or any on request | bf16 |
-//! | `q8_0` | every quantised file (Q8_0 blocks to the bit, others requantised per block of 32), or any on request | 8 bits, quantised per row and block of 32 |
+//! | `q4_0`, `q4_1`, `q4_k`, `q6_k` | GGUF tensors of the type, to the bit | 8 bits, quantised per row and block of 32 |
+//! | `q8_0` | Q8_0 tensors to the bit, other quantised types requantised per block of 32, or any on request | likewise |
 //!
 //! # Why not candle's own products
 //!
@@ -21,10 +22,8 @@
 //! every kernel of a level, attention's tiles sit at absolute positions, and K and V are read back from the cache as a
 //! later step would find them. The price is that results are equal only within one numeric mode, form and level, which
 //! is why [`KvLayout::numeric_mode`](microserving_protocol::KvLayout::numeric_mode) names both. The gain beside it is
-//! speed: weights that are already in the kernel's order stream at memory speed, and quantised types for which candle
-//! has only scalar products run at the rate of 8-bit ones. Bringing a Q4_1 file to `q8_0` rather than to `f32` makes it
-//! 3.6 times as fast in decoding and 2.3 times in prefill (SmolLM2-135M, one thread of a Zen 4 shared with other work,
-//! by time on the core: 176 against 48, and 998 against 437 tokens a second), for a quarter of the memory.
+//! speed: weights that are already in the kernel's order stream at memory speed, four-bit ones stay at four bits there, and
+//! types for which candle has only scalar products run at the rate of 8-bit ones; docs/performance.md has the figures.
 //!
 //! # Example
 //!
@@ -57,6 +56,7 @@ mod forward;
 mod kernels;
 mod load;
 mod pool;
+mod products;
 mod reference;
 mod weights;
 

@@ -1,10 +1,12 @@
 //! The weights in the forms that the kernels multiply with, all in one run of memory.
 
+use std::ops::Range;
+
 use half::f16;
 use memmap2::{Advice, MmapMut};
 use microserving_executor::ExecutorError;
 
-use crate::kernels::{MatrixRef, NR, Q8_BLOCK, bf16_bits};
+use crate::kernels::{Activation, BLOCK, KernelLevel, Kernels, MatrixRef, NR, Quants, bf16_bits};
 
 /// The size of a huge page.
 const HUGE_PAGE: usize = 2 << 20;
@@ -12,8 +14,11 @@ const HUGE_PAGE: usize = 2 << 20;
 /// Every piece begins on a cache line.
 const ALIGN: usize = 64;
 
+/// Matrices that one product may join: q, k and v.
+const MOST_PARTS: usize = 3;
+
 /// The form that a matrix is kept in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Form {
     /// Single precision.
     F32,
@@ -21,8 +26,8 @@ pub(crate) enum Form {
     F16,
     /// bfloat16.
     Bf16,
-    /// Blocks of 32 eight-bit weights under a half-precision scale.
-    Q8,
+    /// Integers with scales.
+    Quantised(Quants),
 }
 
 impl Form {
@@ -32,7 +37,7 @@ impl Form {
             Self::F32 => "f32",
             Self::F16 => "f16",
             Self::Bf16 => "bf16",
-            Self::Q8 => "q8_0",
+            Self::Quantised(quants) => quants.name(),
         }
     }
 
@@ -41,13 +46,78 @@ impl Form {
         match self {
             Self::F32 | Self::F16 => k,
             Self::Bf16 => k.next_multiple_of(2),
-            Self::Q8 => k.next_multiple_of(Q8_BLOCK),
+            Self::Quantised(quants) => k.next_multiple_of(quants.unit()),
+        }
+    }
+
+    /// Returns the bytes of a tile of `k` inputs.
+    const fn tile_bytes(self, k: usize) -> usize {
+        let k = self.padded_k(k);
+        match self {
+            Self::F32 => 4 * k * NR,
+            Self::F16 | Self::Bf16 => 2 * k * NR,
+            Self::Quantised(quants) => quants.tile_bytes(k),
+        }
+    }
+
+    /// Returns what the form multiplies with at a level.
+    pub(crate) const fn activation(self, kernels: Kernels) -> Activation {
+        match self {
+            Self::F32 | Self::F16 => Activation::F32,
+            Self::Bf16 if matches!(kernels.level(), KernelLevel::Avx512) => Activation::Bf16,
+            Self::Bf16 => Activation::Rounded,
+            Self::Quantised(_) => Activation::Q8,
+        }
+    }
+
+    /// Puts a row into a lane of a tile, whose padding is zero. Returns `false` if a value is not finite or too large for
+    /// the form.
+    #[must_use]
+    pub(crate) fn pack(self, tile: &mut [u8], lane: usize, row: Row<'_>) -> bool {
+        match (self, row) {
+            (Self::F32, Row::F32(row)) => {
+                for (lanes, x) in tile.as_chunks_mut::<{ 4 * NR }>().0.iter_mut().zip(row) {
+                    lanes.as_chunks_mut().0[lane] = x.to_ne_bytes();
+                }
+                row.iter().all(|x| x.is_finite())
+            }
+            (Self::F16, Row::F32(row)) => {
+                let mut finite = true;
+                for (lanes, &x) in tile.as_chunks_mut::<{ 2 * NR }>().0.iter_mut().zip(row) {
+                    let x = f16::from_f32(x);
+                    finite &= x.is_finite();
+                    lanes.as_chunks_mut().0[lane] = x.to_ne_bytes();
+                }
+                finite
+            }
+            (Self::Bf16, Row::F32(row)) => {
+                let mut finite = true;
+                for (lanes, pair) in tile.as_chunks_mut::<{ 4 * NR }>().0.iter_mut().zip(row.chunks(2)) {
+                    for (slot, &x) in lanes.as_chunks_mut::<2>().0[2 * lane..].iter_mut().zip(pair) {
+                        let bits = bf16_bits(x);
+                        finite &= bits & 0x7f80 != 0x7f80;
+                        *slot = bits.to_ne_bytes();
+                    }
+                }
+                finite
+            }
+            (Self::Quantised(Quants::Q8_0), Row::F32(row)) => {
+                let mut finite = true;
+                for (block, x) in row.chunks(BLOCK).enumerate() {
+                    let (scale, quants) = quantise_block(x);
+                    finite &= scale.is_finite() && x.iter().all(|x| x.is_finite());
+                    Quants::pack_q8(tile, block, lane, scale, &quants);
+                }
+                finite
+            }
+            (Self::Quantised(quants), Row::Blocks(row)) => quants.pack(tile, lane, row),
+            _ => unreachable!("rows are widened unless the matrix keeps the file's blocks"),
         }
     }
 }
 
 /// A run of bytes in the arena.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Span {
     begin: usize,
     len: usize,
@@ -96,17 +166,16 @@ impl Arena {
         self.num_bytes
     }
 
+    /// Returns all bytes for writing.
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.map[self.start..][..self.num_bytes]
+    }
+
     fn get<T: Plain>(&self, span: Span) -> &[T] {
         let bytes = &self.map[self.start + span.begin..][..span.len];
         // SAFETY: any bits are a `Plain` value; the arena starts on a huge page and pieces on cache lines, so they are
         // aligned; the map is initialised (zero pages) and borrowed for as long as the slice.
         unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), span.len / size_of::<T>()) }
-    }
-
-    fn get_mut<T: Plain>(&mut self, span: Span) -> &mut [T] {
-        let bytes = &mut self.map[self.start + span.begin..][..span.len];
-        // SAFETY: as in `get`, and borrowed mutably.
-        unsafe { std::slice::from_raw_parts_mut(bytes.as_mut_ptr().cast(), span.len / size_of::<T>()) }
     }
 }
 
@@ -139,9 +208,10 @@ impl Vector {
         arena.get(self.span)
     }
 
-    /// Returns the elements for writing.
-    pub(crate) fn get_mut<'a>(&self, arena: &'a mut Arena) -> &'a mut [f32] {
-        arena.get_mut(self.span)
+    /// Puts an element into its place.
+    pub(crate) fn put(&self, arena: &mut Arena, at: usize, x: f32) {
+        let bytes = &mut arena.bytes_mut()[self.span.begin..][..self.span.len];
+        bytes.as_chunks_mut().0[at] = x.to_ne_bytes();
     }
 }
 
@@ -150,209 +220,152 @@ impl Vector {
 pub(crate) enum Row<'a> {
     /// Values to be brought into the matrix's form.
     F32(&'a [f32]),
-    /// Blocks of a q8_0 file (half-precision scale, 32 weights), to be kept to the bit by a q8_0 matrix.
-    Q8(&'a [u8]),
+    /// Blocks of the file in the matrix's own type, kept to the bit.
+    Blocks(&'a [u8]),
 }
 
-/// A packed matrix: `n` outputs (rows of the file's tensor) of `k` inputs.
+/// Some tiles of a matrix, all of one form.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    form: Form,
+    first_tile: usize,
+    num_tiles: usize,
+    data: Span,
+}
+
+/// A packed matrix: `n` outputs (rows of the file's tensor) of `k` inputs. Tensors that are multiplied with the same
+/// activations lie one below the other, each part in its own form.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Matrix {
-    form: Form,
-    n: usize,
     k: usize,
-    data: Span,
-    scales: Span,
+    parts: [Option<Part>; MOST_PARTS],
 }
 
 impl Matrix {
-    /// Plans a matrix.
+    /// Plans a matrix of one form.
     pub(crate) fn plan(plan: &mut Plan, form: Form, n: usize, k: usize) -> Self {
-        let elements = n.next_multiple_of(NR) * form.padded_k(k);
-        let (data, scales) = match form {
-            Form::F32 => (4 * elements, 0),
-            Form::F16 | Form::Bf16 => (2 * elements, 0),
-            Form::Q8 => (elements, elements / Q8_BLOCK * 2),
-        };
-        Self { form, n, k, data: plan.reserve(data), scales: plan.reserve(scales) }
+        Self::plan_parts(plan, &[(form, n)], k)
     }
 
-    /// Makes all weights zero, the padding of the last tile and of `k` included, which no row will write.
-    pub(crate) fn clear(&self, arena: &mut Arena) {
-        if self.form == Form::Q8 {
-            // Zero is biased too; the other forms find their zeros in the fresh memory.
-            arena.get_mut::<u8>(self.data).fill(128);
+    /// Plans a matrix of up to three parts with their outputs; all but the last fill their tiles.
+    pub(crate) fn plan_parts(plan: &mut Plan, parts: &[(Form, usize)], k: usize) -> Self {
+        let mut all = Self { k, parts: [None; MOST_PARTS] };
+        let mut first_tile = 0;
+        for (slot, &(form, n)) in all.parts.iter_mut().zip(parts) {
+            let num_tiles = n.div_ceil(NR);
+            let data = plan.reserve(num_tiles.saturating_mul(form.tile_bytes(k)));
+            *slot = Some(Part { form, first_tile, num_tiles, data });
+            first_tile += num_tiles;
         }
+        all
     }
 
-    /// Returns the form.
-    pub(crate) const fn form(&self) -> Form {
-        self.form
+    fn parts(&self) -> impl Iterator<Item = &Part> {
+        self.parts.iter().flatten()
+    }
+
+    /// Returns the forms.
+    pub(crate) fn forms(&self) -> impl Iterator<Item = Form> + '_ {
+        self.parts().map(|part| part.form)
     }
 
     /// Returns the number of outputs with the last tile's padding: the stride of output rows.
-    pub(crate) const fn padded_outputs(&self) -> usize {
-        self.n.next_multiple_of(NR)
+    pub(crate) fn padded_outputs(&self) -> usize {
+        self.num_tiles() * NR
     }
 
     /// Returns the tiles.
-    pub(crate) const fn num_tiles(&self) -> usize {
-        self.n.div_ceil(NR)
+    pub(crate) fn num_tiles(&self) -> usize {
+        self.parts().map(|part| part.num_tiles).sum()
     }
 
-    /// Returns the inputs with the form's padding: the length of activation rows.
-    pub(crate) const fn padded_k(&self) -> usize {
-        self.form.padded_k(self.k)
+    /// Returns the inputs with the forms' padding: the length of activation rows.
+    pub(crate) fn padded_k(&self) -> usize {
+        self.forms().map(|form| form.padded_k(self.k)).max().unwrap_or(self.k)
     }
 
-    /// Returns the matrix for multiplying.
-    pub(crate) fn get<'a>(&self, arena: &'a Arena) -> MatrixRef<'a> {
-        let k = self.padded_k();
-        match self.form {
-            Form::F32 => MatrixRef::F32 { data: arena.get(self.data), k },
-            Form::F16 => MatrixRef::F16 { data: arena.get(self.data), k },
-            Form::Bf16 => MatrixRef::Bf16 { data: arena.get(self.data), k },
-            Form::Q8 => MatrixRef::Q8 { quants: arena.get(self.data), scales: arena.get(self.scales), k },
-        }
+    /// Returns what the matrix multiplies with; its parts agree.
+    pub(crate) fn activation(&self, kernels: Kernels) -> Activation {
+        self.forms().next().map_or(Activation::F32, |form| form.activation(kernels))
     }
 
-    /// Puts a row into its lane. Returns `false` if a value is not finite or too large for the form.
-    #[must_use]
-    pub(crate) fn pack(&self, arena: &mut Arena, index: usize, row: Row<'_>) -> bool {
-        let (tile, lane) = (index / NR, index % NR);
-        match (self.form, row) {
-            (Form::F32, Row::F32(row)) => {
-                let data = &mut arena.get_mut::<f32>(self.data)[tile * self.k * NR..][..self.k * NR];
-                for (lanes, &x) in data.chunks_exact_mut(NR).zip(row) {
-                    lanes[lane] = x;
-                }
-                row.iter().all(|x| x.is_finite())
-            }
-            (Form::F16, Row::F32(row)) => {
-                let data = &mut arena.get_mut::<u16>(self.data)[tile * self.k * NR..][..self.k * NR];
-                let mut finite = true;
-                for (lanes, &x) in data.chunks_exact_mut(NR).zip(row) {
-                    let x = f16::from_f32(x);
-                    finite &= x.is_finite();
-                    lanes[lane] = x.to_bits();
-                }
-                finite
-            }
-            (Form::Bf16, Row::F32(row)) => {
-                let size = self.padded_k() * NR;
-                let data = &mut arena.get_mut::<u16>(self.data)[tile * size..][..size];
-                let mut finite = true;
-                for (pairs, x) in data.chunks_exact_mut(2 * NR).zip(row.chunks(2)) {
-                    for (slot, &x) in pairs[2 * lane..].iter_mut().zip(x) {
-                        *slot = bf16_bits(x);
-                        finite &= *slot & 0x7f80 != 0x7f80;
-                    }
-                }
-                finite
-            }
-            (Form::Q8, Row::F32(row)) => {
-                let mut finite = true;
-                for (block, x) in row.chunks(Q8_BLOCK).enumerate() {
-                    let (scale, quants) = quantise_block(x);
-                    finite &= scale.is_finite() && x.iter().all(|x| x.is_finite());
-                    self.put_block(arena, tile, lane, block, scale, &quants);
-                }
-                finite
-            }
-            (Form::Q8, Row::Q8(bytes)) => {
-                let mut finite = true;
-                for (block, bytes) in bytes.chunks_exact(2 + Q8_BLOCK).enumerate() {
-                    let scale = f16::from_le_bytes([bytes[0], bytes[1]]);
-                    finite &= scale.is_finite();
-                    let mut quants = [0; Q8_BLOCK];
-                    for (quant, &byte) in quants.iter_mut().zip(&bytes[2..]) {
-                        *quant = byte as i8;
-                    }
-                    self.put_block(arena, tile, lane, block, scale, &quants);
-                }
-                finite
-            }
-            (_, Row::Q8(_)) => unreachable!("raw blocks are asked for only by q8_0 matrices"),
-        }
-    }
-
-    fn put_block(
+    /// Cuts a range of tiles at the parts: `each(part, tiles within it, first tile of it)`.
+    pub(crate) fn for_parts(
         &self,
-        arena: &mut Arena,
-        tile: usize,
-        lane: usize,
-        block: usize,
-        scale: f16,
-        quants: &[i8; Q8_BLOCK],
+        arena: &Arena,
+        tiles: Range<usize>,
+        mut each: impl FnMut(MatrixRef<'_>, Range<usize>, usize),
     ) {
-        let at = tile * (self.padded_k() / Q8_BLOCK) + block;
-        arena.get_mut::<u16>(self.scales)[at * NR + lane] = scale.to_bits();
-        let data = &mut arena.get_mut::<u8>(self.data)[at * Q8_BLOCK * NR..][..Q8_BLOCK * NR];
-        for (group, quants) in data.chunks_exact_mut(4 * NR).zip(quants.chunks_exact(4)) {
-            for (slot, &quant) in group[4 * lane..].iter_mut().zip(quants) {
-                *slot = quant as u8 ^ 128;
+        for part in self.parts() {
+            let begin = tiles.start.max(part.first_tile);
+            let end = tiles.end.min(part.first_tile + part.num_tiles);
+            if begin < end {
+                let tiles = begin - part.first_tile..end - part.first_tile;
+                each(part.get(arena, self.k), tiles, part.first_tile);
             }
         }
+    }
+
+    /// Returns the part that a tile lies in: its form, and the bytes of the tile in the arena.
+    pub(crate) fn tile(&self, tile: usize) -> (Form, Range<usize>) {
+        let part = self.parts().filter(|part| part.first_tile <= tile).last();
+        let part = part.expect("the first part begins at tile 0");
+        let bytes = part.form.tile_bytes(self.k);
+        let begin = part.data.begin + (tile - part.first_tile) * bytes;
+        (part.form, begin..begin + bytes)
     }
 
     /// Reads a row back, widened to f32: the embedding of a token.
     pub(crate) fn unpack(&self, arena: &Arena, index: usize, row: &mut [f32]) {
-        let (tile, lane) = (index / NR, index % NR);
-        match self.get(arena) {
-            MatrixRef::F32 { data, k } => {
-                let data = &data[tile * k * NR..];
-                for (x, lanes) in row.iter_mut().zip(data.chunks_exact(NR)) {
-                    *x = lanes[lane];
-                }
-            }
-            MatrixRef::F16 { data, k } => {
-                let data = &data[tile * k * NR..];
-                for (x, lanes) in row.iter_mut().zip(data.chunks_exact(NR)) {
-                    *x = f16::from_bits(lanes[lane]).to_f32();
-                }
-            }
-            MatrixRef::Bf16 { data, k } => {
-                let data = &data[tile * k * NR..];
-                for (x, pairs) in row.chunks_mut(2).zip(data.chunks_exact(2 * NR)) {
-                    for (x, &bits) in x.iter_mut().zip(&pairs[2 * lane..]) {
-                        *x = f32::from_bits(u32::from(bits) << 16);
+        let lane = index % NR;
+        self.for_parts(arena, index / NR..index / NR + 1, |matrix, tiles, _| {
+            let tile = tiles.start;
+            match matrix {
+                MatrixRef::F32 { data, k } => {
+                    let data = &data[tile * k * NR..];
+                    for (x, lanes) in row.iter_mut().zip(data.chunks_exact(NR)) {
+                        *x = lanes[lane];
                     }
                 }
-            }
-            MatrixRef::Q8 { quants, scales, k } => {
-                let blocks = k / Q8_BLOCK;
-                for (block, row) in row.chunks_mut(Q8_BLOCK).enumerate() {
-                    let at = tile * blocks + block;
-                    let scale = f16::from_bits(scales[at * NR + lane]).to_f32();
-                    let data = &quants[at * Q8_BLOCK * NR..];
-                    for (row, group) in row.chunks_mut(4).zip(data.chunks_exact(4 * NR)) {
-                        for (x, &quant) in row.iter_mut().zip(&group[4 * lane..]) {
-                            *x = f32::from((quant ^ 128) as i8) * scale;
+                MatrixRef::F16 { data, k } => {
+                    let data = &data[tile * k * NR..];
+                    for (x, lanes) in row.iter_mut().zip(data.chunks_exact(NR)) {
+                        *x = f16::from_bits(lanes[lane]).to_f32();
+                    }
+                }
+                MatrixRef::Bf16 { data, k } => {
+                    let data = &data[tile * k * NR..];
+                    for (x, pairs) in row.chunks_mut(2).zip(data.chunks_exact(2 * NR)) {
+                        for (x, &bits) in x.iter_mut().zip(&pairs[2 * lane..]) {
+                            *x = f32::from_bits(u32::from(bits) << 16);
+                        }
+                    }
+                }
+                MatrixRef::Quantised { quants, data, k } => {
+                    let data = &data[tile * quants.tile_bytes(k)..];
+                    for (block, row) in row.chunks_mut(BLOCK).enumerate() {
+                        let decoded = quants.decode(data, block, lane..lane + 1);
+                        for (x, q) in row.iter_mut().zip(&decoded.q) {
+                            *x = q[lane] as f32 * decoded.d[lane] + decoded.m[lane];
                         }
                     }
                 }
             }
-        }
-    }
-
-    /// Prepares activation rows for this matrix. `rows: [n][k]` is what the kernels of f32 and f16 take as it is.
-    pub(crate) const fn activation(&self) -> Activation {
-        match self.form {
-            Form::F32 | Form::F16 => Activation::F32,
-            Form::Bf16 => Activation::Bf16,
-            Form::Q8 => Activation::Q8,
-        }
+        });
     }
 }
 
-/// What a matrix form multiplies with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Activation {
-    /// f32 rows as they are.
-    F32,
-    /// Rows rounded to bfloat16.
-    Bf16,
-    /// Rows quantised per block of 32.
-    Q8,
+impl Part {
+    /// Returns the part for multiplying.
+    fn get<'a>(&self, arena: &'a Arena, k: usize) -> MatrixRef<'a> {
+        let k = self.form.padded_k(k);
+        match self.form {
+            Form::F32 => MatrixRef::F32 { data: arena.get(self.data), k },
+            Form::F16 => MatrixRef::F16 { data: arena.get(self.data), k },
+            Form::Bf16 => MatrixRef::Bf16 { data: arena.get(self.data), k },
+            Form::Quantised(quants) => MatrixRef::Quantised { quants, data: arena.get(self.data), k },
+        }
+    }
 }
 
 /// Rounds to the nearest integer, halves to even, if it is below 2^22: adding 1.5 * 2^23 leaves no bits for a fraction.
@@ -362,11 +375,11 @@ fn round(x: f32) -> f32 {
 
 /// Quantises up to 32 weights: the scale is rounded to half precision first, so that the weights are rounded against the
 /// scale that will be multiplied back.
-fn quantise_block(x: &[f32]) -> (f16, [i8; Q8_BLOCK]) {
+fn quantise_block(x: &[f32]) -> (f16, [i8; BLOCK]) {
     let max = x.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
     let scale = f16::from_f32(max / 127.0);
     let divisor = scale.to_f32();
-    let mut quants = [0; Q8_BLOCK];
+    let mut quants = [0; BLOCK];
     if divisor > 0.0 {
         for (quant, &x) in quants.iter_mut().zip(x) {
             *quant = round(x / divisor).clamp(-127.0, 127.0) as i8;

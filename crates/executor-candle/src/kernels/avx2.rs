@@ -1,9 +1,26 @@
 //! The products with AVX2, FMA and F16C: a tile of sixteen columns is two registers.
+//!
+//! Few rows multiply with weights as they lie in memory, unpacked in registers on the way. For many rows a stretch of a
+//! tile is first unpacked into a buffer in the L1 cache, which all rows then share; sums wait in the output between
+//! stretches. An element's additions are the same, in the same order, either way.
+
+mod quants;
 
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::{F32Product, MatrixRef, NR, Output, Q8_BLOCK, RowsRef};
+use super::quants::Product;
+use super::{F32Product, MatrixRef, NR, Output, RowsRef};
+
+/// Rows from which half-precision and bfloat16 tiles are unpacked first.
+const UNPACK_ROWS: usize = 7;
+
+/// Inputs of a stretch: its sixteen columns in single precision are half of the L1 cache.
+const STRETCH: usize = 256;
+
+/// A stretch of a tile in single precision.
+#[repr(C, align(64))]
+struct Unpacked([f32; STRETCH * NR]);
 
 /// Calls `$kernel::<rows>` over a range of rows in the tallest blocks that fit, tile by tile.
 macro_rules! blocks {
@@ -32,7 +49,7 @@ pub(super) unsafe fn f32_product(
     tiles: Range<usize>,
     out: Output<'_>,
 ) {
-    blocks!(rows, tiles, |i, t| f32_block(p, i, t, out), [6, 4, 2, 1]);
+    blocks!(rows, tiles, |i, t| f32_block(p, i, t, out), [6, 4, 3, 2, 1]);
 }
 
 /// See `Kernels::matmul`.
@@ -48,21 +65,85 @@ pub(super) unsafe fn matmul(
     out: Output<'_>,
 ) {
     match (matrix, rows) {
-        (MatrixRef::F32 { data, k }, RowsRef::F32(a)) => {
-            let p = F32Product { a, lda: k, w: data, tile: k * NR, ldw: NR, k, accumulate: false };
-            blocks!(range, tiles, |i, t| f32_block(&p, i, t, out), [6, 4, 2, 1]);
+        (MatrixRef::F32 { k, .. }, RowsRef::F32(a)) => {
+            // SAFETY: as the caller promises.
+            unsafe { stretches(matrix, k, a, range, tiles, out) };
+        }
+        (MatrixRef::F16 { k, .. } | MatrixRef::Bf16 { k, .. }, RowsRef::F32(a))
+            if range.len() >= UNPACK_ROWS =>
+        {
+            // SAFETY: as the caller promises.
+            unsafe { stretches(matrix, k, a, range, tiles, out) };
         }
         (MatrixRef::F16 { data, k }, RowsRef::F32(a)) => {
-            blocks!(range, tiles, |i, t| f16_block(data, k, a, i, t, out), [6, 4, 2, 1]);
+            blocks!(range, tiles, |i, t| f16_block(data, k, a, i, t, out), [6, 4, 3, 2, 1]);
         }
-        (MatrixRef::Bf16 { data, k }, RowsRef::Bf16(a)) => {
-            blocks!(range, tiles, |i, t| bf16_block(data, k, a, i, t, out), [4, 2, 1]);
+        (MatrixRef::Bf16 { data, k }, RowsRef::F32(a)) => {
+            blocks!(range, tiles, |i, t| bf16_block(data, k, a, i, t, out), [4, 3, 2, 1]);
         }
-        (MatrixRef::Q8 { quants, scales, k }, RowsRef::Q8 { quants: a, scales: d, .. }) => {
-            let q8 = Q8 { quants, scales, k, a, d };
-            blocks!(range, tiles, |i, t| q8_block(&q8, i, t, out), [2, 1]);
+        (MatrixRef::Quantised { quants, data, k }, RowsRef::Q8 { blocks, stride }) => {
+            let product = Product { quants, data, k, blocks, stride };
+            // SAFETY: as the caller promises.
+            unsafe { quants::matmul(&product, range, tiles, out) };
         }
         _ => unreachable!("rows are prepared for the matrix they meet"),
+    }
+}
+
+/// Multiplies stretch by stretch of `k`, each tile of a stretch unpacked once for all rows.
+///
+/// # Safety
+/// As [`matmul`].
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn stretches(
+    matrix: MatrixRef<'_>,
+    k: usize,
+    a: &[f32],
+    rows: Range<usize>,
+    tiles: Range<usize>,
+    out: Output<'_>,
+) {
+    let mut unpacked = Unpacked([0.0; STRETCH * NR]);
+    // A single row reads its weights once, in one stream.
+    let longest = if rows.len() < UNPACK_ROWS { k } else { STRETCH };
+    for begin in (0..k).step_by(longest) {
+        let len = longest.min(k - begin);
+        for t in tiles.clone() {
+            let (at, unpacked) = ((t * k + begin) * NR, &mut unpacked.0);
+            let w = match matrix {
+                MatrixRef::F32 { data, .. } => &data[at..][..len * NR],
+                MatrixRef::F16 { data, .. } => {
+                    widen_f16(&data[at..][..len * NR], unpacked);
+                    &unpacked[..len * NR]
+                }
+                MatrixRef::Bf16 { data, .. } => {
+                    widen_pairs(&data[at..][..len * NR], unpacked);
+                    &unpacked[..len * NR]
+                }
+                MatrixRef::Quantised { .. } => unreachable!("these have products of their own"),
+            };
+            // The buffer is every tile of this product.
+            let p = F32Product { a: &a[begin..], lda: k, w, tile: 0, ldw: NR, k: len, accumulate: begin > 0 };
+            blocks!(rows, t..t + 1, |i, t| f32_block(&p, i, t, out), [6, 4, 3, 2, 1]);
+        }
+    }
+}
+
+/// Widens interleaved pairs of bfloat16 to two lines of lanes.
+#[target_feature(enable = "avx2")]
+fn widen_pairs(from: &[u16], to: &mut [f32]) {
+    let high = _mm256_set1_epi32(0xffff_0000_u32 as i32);
+    for (from, to) in from.chunks_exact(2 * NR).zip(to.chunks_exact_mut(2 * NR)) {
+        for half in 0..2 {
+            // SAFETY: both chunks hold two lines of sixteen.
+            unsafe {
+                let pairs = _mm256_loadu_si256(from.as_ptr().add(16 * half).cast());
+                let even = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs));
+                let odd = _mm256_castsi256_ps(_mm256_and_si256(pairs, high));
+                _mm256_storeu_ps(to.as_mut_ptr().add(8 * half), even);
+                _mm256_storeu_ps(to.as_mut_ptr().add(NR + 8 * half), odd);
+            }
+        }
     }
 }
 
@@ -149,7 +230,7 @@ unsafe fn f16_block<const MR: usize>(data: &[u16], k: usize, a: &[f32], i: usize
 unsafe fn bf16_block<const MR: usize>(
     data: &[u16],
     k: usize,
-    a: &[u16],
+    a: &[f32],
     i: usize,
     t: usize,
     out: Output<'_>,
@@ -166,10 +247,11 @@ unsafe fn bf16_block<const MR: usize>(
         let even = pairs.map(|pair| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(pair)));
         let odd = pairs.map(|pair| _mm256_castsi256_ps(_mm256_and_si256(pair, high)));
         for (r, row) in acc.iter_mut().enumerate() {
-            // SAFETY: inside the left rows; two neighbours are read as one word.
-            let pair = unsafe { a.add((i + r) * k + 2 * x).cast::<u32>().read_unaligned() };
-            let first = _mm256_set1_ps(f32::from_bits(pair << 16));
-            let second = _mm256_set1_ps(f32::from_bits(pair & 0xffff_0000));
+            // SAFETY: inside the left rows.
+            let (first, second) = unsafe {
+                let at = a.add((i + r) * k + 2 * x);
+                (_mm256_set1_ps(*at), _mm256_set1_ps(*at.add(1)))
+            };
             for (half, lanes) in row.iter_mut().enumerate() {
                 *lanes = _mm256_fmadd_ps(first, even[half], *lanes);
                 *lanes = _mm256_fmadd_ps(second, odd[half], *lanes);
@@ -180,66 +262,7 @@ unsafe fn bf16_block<const MR: usize>(
     unsafe { store(&acc, i, t, out) };
 }
 
-/// A q8_0 product. The rows' corrections are not needed: weights are made signed again.
-struct Q8<'a> {
-    quants: &'a [u8],
-    scales: &'a [u16],
-    k: usize,
-    a: &'a [i8],
-    d: &'a [f32],
-}
-
-/// `maddubs` wants one unsigned factor and saturates at 16 bits: |w| times a with w's sign stays within 2 * 128 * 127.
-///
-/// # Safety
-/// Rows `i..i + MR` and the tile lie inside the product's slices and the output.
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn q8_block<const MR: usize>(p: &Q8<'_>, i: usize, t: usize, out: Output<'_>) {
-    let blocks = p.k / Q8_BLOCK;
-    let (bias, ones) = (_mm256_set1_epi8(-128), _mm256_set1_epi16(1));
-    let mut acc = [[_mm256_setzero_ps(); 2]; MR];
-    for block in 0..blocks {
-        let at = t * blocks + block;
-        let mut dots = [[_mm256_setzero_si256(); 2]; MR];
-        for g in 0..8 {
-            for half in 0..2 {
-                // SAFETY: inside the right tile.
-                let right = unsafe {
-                    _mm256_loadu_si256(p.quants.as_ptr().add(at * 512 + g * 64 + half * 32).cast())
-                };
-                let right = _mm256_xor_si256(right, bias);
-                let size = _mm256_abs_epi8(right);
-                for (r, row) in dots.iter_mut().enumerate() {
-                    // SAFETY: inside the left rows; four neighbours are read as one word.
-                    let left = _mm256_set1_epi32(unsafe {
-                        p.a.as_ptr()
-                            .add((i + r) * p.k + block * Q8_BLOCK + g * 4)
-                            .cast::<i32>()
-                            .read_unaligned()
-                    });
-                    let products = _mm256_maddubs_epi16(size, _mm256_sign_epi8(left, right));
-                    row[half] = _mm256_add_epi32(row[half], _mm256_madd_epi16(products, ones));
-                }
-            }
-        }
-        for half in 0..2 {
-            // SAFETY: inside the scales.
-            let scale =
-                unsafe { _mm256_cvtph_ps(_mm_loadu_si128(p.scales.as_ptr().add(at * NR + 8 * half).cast())) };
-            for (r, row) in acc.iter_mut().enumerate() {
-                // SAFETY: inside the rows' scales.
-                let left = _mm256_set1_ps(unsafe { *p.d.as_ptr().add((i + r) * blocks + block) });
-                let sum = _mm256_cvtepi32_ps(dots[r][half]);
-                row[half] = _mm256_fmadd_ps(sum, _mm256_mul_ps(scale, left), row[half]);
-            }
-        }
-    }
-    // SAFETY: as the caller promises.
-    unsafe { store(&acc, i, t, out) };
-}
-
-/// Widens half precision; both slices are of one length, a multiple of 16.
+/// Widens half precision; the output is at least as long, and the length a multiple of 16.
 #[target_feature(enable = "avx2,f16c")]
 pub(super) fn widen_f16(from: &[u16], to: &mut [f32]) {
     for (from, to) in from.chunks_exact(8).zip(to.chunks_exact_mut(8)) {

@@ -3,10 +3,13 @@
 //! One register holds the sixteen columns of a tile; `MR` rows by `NT` tiles of accumulators are kept in registers while
 //! `k` runs once. The per-element order is that of every other shape: see the module docs.
 
+mod quants;
+
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::{F32Product, MatrixRef, NR, Output, Q8_BLOCK, RowsRef};
+use super::quants::Product;
+use super::{F32Product, MatrixRef, NR, Output, RowsRef};
 
 /// Rows up to which a product is a matter of streaming weights: one tile at a time is then one stream, which the hardware
 /// prefetches best alone (31 GB/s for one q8_0 row, against 21 with our hints and 12 with tiles in pairs).
@@ -14,9 +17,6 @@ const STREAM_ROWS: usize = 3;
 
 /// Rows up to which single tiles beat pairs, whose two streams disturb each other until there is work enough to hide it.
 const SINGLE_ROWS: usize = 8;
-
-/// Rows from which q8_0 blocks of eight rows are faster than those of twelve.
-const MANY_ROWS: usize = 24;
 
 /// How far ahead weights are prefetched, in bytes.
 const AHEAD: usize = 2048;
@@ -106,15 +106,10 @@ pub(super) unsafe fn matmul(
         (MatrixRef::Bf16 { data, k }, RowsRef::Bf16(a)) => {
             streamed!(range, tiles, |i, t| bf16_block(data, k, a, i, t, out));
         }
-        (MatrixRef::Q8 { quants, scales, k }, RowsRef::Q8 { quants: a, scales: d, corrections }) => {
-            let q8 = Q8 { quants, scales, k, a, d, corrections };
-            if range.len() <= STREAM_ROWS {
-                singles!(range, tiles, 0, |i, t| q8_block(&q8, i, t, out), [3, 2, 1]);
-            } else if range.len() < MANY_ROWS {
-                singles!(range, tiles, AHEAD, |i, t| q8_block(&q8, i, t, out), [12, 8, 6, 4, 3, 2, 1]);
-            } else {
-                singles!(range, tiles, AHEAD, |i, t| q8_block(&q8, i, t, out), [8, 6, 4, 3, 2, 1]);
-            }
+        (MatrixRef::Quantised { quants, data, k }, RowsRef::Q8 { blocks, stride }) => {
+            let product = Product { quants, data, k, blocks, stride };
+            // SAFETY: as the caller promises.
+            unsafe { quants::matmul(&product, range, tiles, out) };
         }
         _ => unreachable!("rows are prepared for the matrix they meet"),
     }
@@ -261,80 +256,6 @@ unsafe fn bf16_block<const MR: usize, const NT: usize, const AHEAD: usize>(
                     )
                 };
                 *lanes = _mm512_dpbf16_ps(*lanes, right, left);
-            }
-        }
-    }
-    // SAFETY: as the caller promises.
-    unsafe { store(&acc, i, t, out) };
-}
-
-/// A q8_0 product.
-struct Q8<'a> {
-    quants: &'a [u8],
-    scales: &'a [u16],
-    k: usize,
-    a: &'a [i8],
-    d: &'a [f32],
-    corrections: &'a [i32],
-}
-
-/// # Safety
-/// Rows `i..i + MR` and tiles `t..t + NT` lie inside the product's slices and the output.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-unsafe fn q8_block<const MR: usize, const NT: usize, const AHEAD: usize>(
-    p: &Q8<'_>,
-    i: usize,
-    t: usize,
-    out: Output<'_>,
-) {
-    let blocks = p.k / Q8_BLOCK;
-    let mut acc = [[_mm512_setzero_ps(); NT]; MR];
-    for block in 0..blocks {
-        let mut dots = [[_mm512_setzero_si512(); NT]; MR];
-        for (r, row) in dots.iter_mut().enumerate() {
-            // SAFETY: inside the rows' corrections.
-            let correction =
-                _mm512_set1_epi32(unsafe { *p.corrections.as_ptr().add((i + r) * blocks + block) });
-            row.fill(correction);
-        }
-        for g in 0..8 {
-            let mut right = [_mm512_setzero_si512(); NT];
-            for (n, right) in right.iter_mut().enumerate() {
-                // SAFETY: inside the right tiles; prefetching may point anywhere.
-                unsafe {
-                    let at = p.quants.as_ptr().add(((t + n) * blocks + block) * 512 + g * 64);
-                    if AHEAD > 0 {
-                        _mm_prefetch::<_MM_HINT_T0>(at.cast::<i8>().wrapping_add(AHEAD));
-                    }
-                    *right = _mm512_loadu_si512(at.cast());
-                }
-            }
-            for (r, row) in dots.iter_mut().enumerate() {
-                // SAFETY: inside the left rows; four neighbours are read as one word.
-                let left = _mm512_set1_epi32(unsafe {
-                    p.a.as_ptr().add((i + r) * p.k + block * Q8_BLOCK + g * 4).cast::<i32>().read_unaligned()
-                });
-                for (dot, &right) in row.iter_mut().zip(&right) {
-                    *dot = _mm512_dpbusd_epi32(*dot, right, left);
-                }
-            }
-        }
-        let mut scale = [_mm512_setzero_ps(); NT];
-        for (n, scale) in scale.iter_mut().enumerate() {
-            // SAFETY: inside the scales.
-            *scale = unsafe {
-                _mm512_cvtph_ps(_mm256_loadu_si256(
-                    p.scales.as_ptr().add(((t + n) * blocks + block) * NR).cast(),
-                ))
-            };
-        }
-        for (r, row) in acc.iter_mut().enumerate() {
-            // SAFETY: inside the rows' scales.
-            let left = _mm512_set1_ps(unsafe { *p.d.as_ptr().add((i + r) * blocks + block) });
-            for (n, lanes) in row.iter_mut().enumerate() {
-                *lanes =
-                    _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[r][n]), _mm512_mul_ps(scale[n], left), *lanes);
             }
         }
     }

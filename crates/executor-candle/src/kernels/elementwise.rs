@@ -7,7 +7,7 @@ use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
 use half::{bf16, f16};
 use microserving_protocol::KvDtype;
 
-use super::{KernelLevel, Kernels, Q8_BLOCK};
+use super::{KernelLevel, Kernels};
 
 /// Lanes of the explicit vectors.
 const LANES: usize = 16;
@@ -46,6 +46,8 @@ macro_rules! per_level {
         }
     };
 }
+
+pub(super) use per_level;
 
 per_level! {
     /// `out = x / sqrt(mean(x^2) + eps) * weight`, the squares summed in sixteen lanes and then as a tree.
@@ -93,45 +95,6 @@ per_level! {
             let (a, b) = (*low, *high);
             *low = a * cos - b * sin;
             *high = b * cos + a * sin;
-        }
-    }
-}
-
-per_level! {
-    /// Quantises a row to q8_0: blocks of 32 with the scale `max|x| / 127`, and -128 times each block's sum, which undoes
-    /// the bias of the packed weights. `out`, `scales` and `corrections` are padded with zeros past the row's end.
-    fn quantise(x: &[f32], out: &mut [i8], scales: &mut [f32], corrections: &mut [i32]) {
-        for (block, out) in out.chunks_exact_mut(Q8_BLOCK).enumerate() {
-            let x = x.get(block * Q8_BLOCK..).unwrap_or(&[]);
-            let mut padded = [0.0; Q8_BLOCK];
-            let x: &[f32; Q8_BLOCK] = if let Some(whole) = x.first_chunk() {
-                whole
-            } else {
-                padded[..x.len()].copy_from_slice(x);
-                &padded
-            };
-            let mut lanes = [0.0_f32; LANES];
-            let mut broken = [0.0_f32; LANES];
-            for half in x.chunks_exact(LANES) {
-                for ((lane, broken), &x) in lanes.iter_mut().zip(&mut broken).zip(half) {
-                    let size = x.abs();
-                    *lane = if size > *lane { size } else { *lane };
-                    *broken += x * 0.0;
-                }
-            }
-            let max = max_of(&lanes);
-            let (scale, inverse) = if max > 0.0 { (max / 127.0, 127.0 / max) } else { (0.0, 0.0) };
-            // Integers cannot carry a NaN or an infinity, so the scale does: adding zero times every element.
-            let scale = scale + sum_of(&broken);
-            let mut sum = 0_i32;
-            for (out, &x) in out.iter_mut().zip(x) {
-                // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, halves to even; |x * inverse| <= 127.
-                let rounded = ((x * inverse + 12_582_912.0).to_bits() as i32).wrapping_sub(0x4b40_0000);
-                sum = sum.wrapping_add(rounded);
-                *out = rounded as i8;
-            }
-            scales[block] = scale;
-            corrections[block] = sum.wrapping_mul(-128);
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::{KernelLevel, Kernels, NR, plain};
+use super::{BLOCK, KernelLevel, Kernels, NR, Q8Block, Quants, plain};
 #[cfg(target_arch = "x86_64")]
 use super::{avx2, avx512};
 
@@ -19,31 +19,30 @@ pub(crate) enum MatrixRef<'a> {
     F16 { data: &'a [u16], k: usize },
     /// bfloat16; `k` is even.
     Bf16 { data: &'a [u16], k: usize },
-    /// Eight-bit blocks; `k` is a multiple of 32.
-    Q8 { quants: &'a [u8], scales: &'a [u16], k: usize },
+    /// Integers with scales; `k` is a multiple of the type's unit.
+    Quantised { quants: Quants, data: &'a [u8], k: usize },
 }
 
 impl MatrixRef<'_> {
     /// Returns the number of tiles.
     pub(crate) fn num_tiles(&self) -> usize {
-        let (elements, k) = match *self {
-            Self::F32 { data, k } => (data.len(), k),
-            Self::F16 { data, k } | Self::Bf16 { data, k } => (data.len(), k),
-            Self::Q8 { quants, k, .. } => (quants.len(), k),
-        };
-        elements / (k * NR)
+        match *self {
+            Self::F32 { data, k } => data.len() / (k * NR),
+            Self::F16 { data, k } | Self::Bf16 { data, k } => data.len() / (k * NR),
+            Self::Quantised { quants, data, k } => data.len() / quants.tile_bytes(k),
+        }
     }
 }
 
-/// Activation rows in the form that a matrix form multiplies with; `k` as in the matrix, rows contiguous.
+/// Activation rows in the form that a matrix form multiplies with.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum RowsRef<'a> {
-    /// `[rows][k]`, for f32 and f16 weights.
+    /// `[rows][k]`, for f32 and f16 weights, and rounded for bf16 weights at the levels without products of them.
     F32(&'a [f32]),
     /// `[rows][k]` bfloat16, for bf16 weights.
     Bf16(&'a [u16]),
-    /// `quants: [rows][k]`, `scales: [rows][k/32]`, `corrections: [rows][k/32]` = -128 * the block's sum, for q8_0 weights.
-    Q8 { quants: &'a [i8], scales: &'a [f32], corrections: &'a [i32] },
+    /// `[rows][stride]`, of which each row's first `k / 32` count, for quantised weights.
+    Q8 { blocks: &'a [Q8Block], stride: usize },
 }
 
 /// Where a product goes: `[rows][stride]` f32, of which each caller writes the columns of its own tiles.
@@ -64,6 +63,17 @@ impl<'a> Output<'a> {
     /// Borrows `rows` as rows of `stride` elements.
     pub(crate) fn new(rows: &'a mut [f32], stride: usize) -> Self {
         Self { base: rows.as_mut_ptr(), len: rows.len(), stride, lifetime: PhantomData }
+    }
+
+    /// Returns the same rows without the columns of their first `tiles`.
+    ///
+    /// # Panics
+    /// If there are not as many.
+    pub(crate) fn skip_tiles(self, tiles: usize) -> Self {
+        let columns = tiles * NR;
+        assert!(columns <= self.stride && columns <= self.len, "no such column");
+        // SAFETY: inside the borrowed slice, or at its end.
+        Self { base: unsafe { self.base.add(columns) }, len: self.len - columns, ..self }
     }
 }
 
@@ -146,10 +156,19 @@ impl Kernels {
         tiles: Range<usize>,
         out: Output<'_>,
     ) {
+        if num_rows == 0 || tiles.is_empty() {
+            return;
+        }
         assert!(tiles.end <= matrix.num_tiles(), "tiles past the end of the matrix");
-        assert!(out.stride * num_rows <= out.len && tiles.end * NR <= out.stride, "output ends early");
+        assert!(
+            (num_rows - 1) * out.stride + tiles.end * NR <= out.len && tiles.end * NR <= out.stride,
+            "output ends early"
+        );
         let row_bytes = match (matrix, rows) {
-            (MatrixRef::F32 { k, .. } | MatrixRef::F16 { k, .. }, RowsRef::F32(a)) => {
+            (
+                MatrixRef::F32 { k, .. } | MatrixRef::F16 { k, .. } | MatrixRef::Bf16 { k, .. },
+                RowsRef::F32(a),
+            ) => {
                 assert!(num_rows * k <= a.len(), "rows end early");
                 4 * k
             }
@@ -157,19 +176,10 @@ impl Kernels {
                 assert!(num_rows * k <= a.len() && k % 2 == 0, "rows end early");
                 2 * k
             }
-            (MatrixRef::Q8 { scales, k, .. }, RowsRef::Q8 { quants, scales: row_scales, corrections }) => {
-                let blocks = k / super::Q8_BLOCK;
-                assert!(
-                    k % super::Q8_BLOCK == 0 && scales.len() >= tiles.end * blocks * NR,
-                    "scales end early"
-                );
-                assert!(
-                    num_rows * k <= quants.len()
-                        && num_rows * blocks <= row_scales.len()
-                        && num_rows * blocks <= corrections.len(),
-                    "rows end early"
-                );
-                k
+            (MatrixRef::Quantised { quants, k, .. }, RowsRef::Q8 { blocks, stride }) => {
+                assert!(k % quants.unit() == 0, "tiles hold whole units");
+                assert!((num_rows - 1) * stride + k / BLOCK <= blocks.len(), "rows end early");
+                stride * size_of::<Q8Block>()
             }
             _ => unreachable!("rows are prepared for the matrix they meet"),
         };
@@ -183,8 +193,12 @@ impl Kernels {
                 // SAFETY: all sizes were checked above; exclusive access is the caller's promise.
                 KernelLevel::Plain => unsafe { plain::matmul(matrix, rows, block, tiles.clone(), out) },
                 #[cfg(target_arch = "x86_64")]
-                // SAFETY: as above, and `Kernels` proves the instructions are there.
-                KernelLevel::Avx2 => unsafe { avx2::matmul(matrix, rows, block, tiles.clone(), out) },
+                // SAFETY: as above, and `Kernels` proves the instructions are there. These kernels cut `k` instead of the
+                // rows, so that more rows share what is unpacked.
+                KernelLevel::Avx2 => unsafe {
+                    begin = num_rows;
+                    avx2::matmul(matrix, rows, 0..num_rows, tiles.clone(), out);
+                },
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: as above.
                 KernelLevel::Avx512 => unsafe { avx512::matmul(matrix, rows, block, tiles.clone(), out) },

@@ -12,8 +12,9 @@
 //! ```text
 //! f32   [n/16][k][16]              f16   [n/16][k][16]
 //! bf16  [n/16][k/2][16][2]         k padded to even
-//! q8_0  [n/16][k/32][8][16][4] u8 biased by 128, scales f16 [n/16][k/32][16]
 //! ```
+//!
+//! and the quantised types as [`quants`] draws them.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -23,6 +24,8 @@ mod elementwise;
 mod level;
 mod matmul;
 mod plain;
+mod quants;
+mod rows;
 #[cfg(test)]
 mod tests;
 
@@ -30,9 +33,8 @@ pub(crate) use elementwise::bf16_bits;
 pub use level::KernelLevel;
 pub(crate) use level::Kernels;
 pub(crate) use matmul::{F32Product, MatrixRef, Output, RowsRef};
+pub(crate) use quants::{BLOCK, Quants};
+pub(crate) use rows::{Activation, Q8Block, row_stride};
 
 /// Output columns in a tile of packed weights.
 pub(crate) const NR: usize = 16;
-
-/// Weights that share a scale in the q8_0 form.
-pub(crate) const Q8_BLOCK: usize = 32;

@@ -2,9 +2,10 @@
 
 use std::ops::Range;
 
-use half::{bf16, f16};
+use half::f16;
 
-use super::{F32Product, MatrixRef, NR, Output, Q8_BLOCK, RowsRef};
+use super::quants::BLOCK;
+use super::{F32Product, MatrixRef, NR, Output, Q8Block, Quants, RowsRef};
 
 /// See `Kernels::f32_product`.
 ///
@@ -44,6 +45,14 @@ pub(super) unsafe fn matmul(
     tiles: Range<usize>,
     out: Output<'_>,
 ) {
+    if let (MatrixRef::Quantised { quants, data, k }, RowsRef::Q8 { blocks, stride }) = (matrix, rows) {
+        for tile in tiles {
+            let data = &data[tile * quants.tile_bytes(k)..][..quants.tile_bytes(k)];
+            // SAFETY: as the caller promises.
+            unsafe { quantised(quants, data, k, (blocks, stride), range.clone(), tile, out) };
+        }
+        return;
+    }
     for i in range {
         for tile in tiles.clone() {
             // SAFETY: the caller checked that this row's lanes lie inside the output and has exclusive access to them.
@@ -55,42 +64,48 @@ pub(super) unsafe fn matmul(
                 (MatrixRef::F16 { data, k }, RowsRef::F32(a)) => {
                     dot(k, &a[i * k..], |x, j| f16::from_bits(data[(tile * k + x) * NR + j]).to_f32())
                 }
-                (MatrixRef::Bf16 { data, k }, RowsRef::Bf16(a)) => {
-                    let w = |x: usize, j: usize| {
-                        bf16::from_bits(data[(tile * (k / 2) + x / 2) * 2 * NR + 2 * j + x % 2]).to_f32()
-                    };
-                    let mut sums = [0.0; NR];
-                    for (x, &left) in a[i * k..][..k].iter().enumerate() {
-                        let left = bf16::from_bits(left).to_f32();
-                        for (j, sum) in sums.iter_mut().enumerate() {
-                            *sum += left * w(x, j);
-                        }
-                    }
-                    sums
-                }
-                (
-                    MatrixRef::Q8 { quants, scales, k },
-                    RowsRef::Q8 { quants: a, scales: row_scales, corrections },
-                ) => {
-                    let blocks = k / Q8_BLOCK;
-                    let mut sums = [0.0; NR];
-                    for block in 0..blocks {
-                        let a = &a[i * k + block * Q8_BLOCK..][..Q8_BLOCK];
-                        let at = tile * blocks + block;
-                        let (w, d) = (&quants[at * Q8_BLOCK * NR..], &scales[at * NR..]);
-                        for (j, sum) in sums.iter_mut().enumerate() {
-                            let mut dot = corrections[i * blocks + block];
-                            for (x, &left) in a.iter().enumerate() {
-                                dot += i32::from(w[(x / 4) * 4 * NR + 4 * j + x % 4]) * i32::from(left);
-                            }
-                            let scale = f16::from_bits(d[j]).to_f32() * row_scales[i * blocks + block];
-                            *sum += dot as f32 * scale;
-                        }
-                    }
-                    sums
-                }
+                (MatrixRef::Bf16 { data, k }, RowsRef::F32(a)) => dot(k, &a[i * k..], |x, j| {
+                    let bits = data[(tile * (k / 2) + x / 2) * 2 * NR + 2 * j + x % 2];
+                    f32::from_bits(u32::from(bits) << 16)
+                }),
                 _ => unreachable!("rows are prepared for the matrix they meet"),
             };
+        }
+    }
+}
+
+/// One tile of quantised weights for a range of rows: block by block, so that each is taken apart once.
+///
+/// # Safety
+/// As [`matmul`], for the tile.
+unsafe fn quantised(
+    quants: Quants,
+    data: &[u8],
+    k: usize,
+    (rows, stride): (&[Q8Block], usize),
+    range: Range<usize>,
+    tile: usize,
+    out: Output<'_>,
+) {
+    for block in 0..k / BLOCK {
+        let weights = quants.decode(data, block, 0..NR);
+        for i in range.clone() {
+            // SAFETY: as the caller promises.
+            let c = unsafe { lanes(out, i, tile) };
+            if block == 0 {
+                *c = [0.0; NR];
+            }
+            let row = &rows[i * stride + block];
+            let mut dots = [0_i32; NR];
+            for (q, &left) in weights.q.iter().zip(&row.quants) {
+                for (dot, &q) in dots.iter_mut().zip(q) {
+                    *dot += q * i32::from(left);
+                }
+            }
+            for (j, sum) in c.iter_mut().enumerate() {
+                *sum += dots[j] as f32 * (weights.d[j] * row.scale);
+                *sum += weights.m[j] * row.sum;
+            }
         }
     }
 }

@@ -1,13 +1,16 @@
 //! Planning the arena, then filling it tensor by tensor.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 use microserving_executor::ExecutorError;
 
+use super::fill::Filler;
 use super::source::{Place, Role, load_error};
 use super::{Tensor, TensorSource, TensorType};
 use crate::architecture::ModelConfig;
-use crate::weights::{Arena, Form, Matrix, Plan, Row, Vector};
+use crate::kernels::{NR, Quants};
+use crate::pool::Pool;
+use crate::weights::{Arena, Form, Matrix, Plan, Vector};
 use crate::{LoadProgress, WeightDtype};
 
 /// One layer.
@@ -34,7 +37,10 @@ pub(crate) struct LayerWeights {
 #[derive(Debug)]
 pub(crate) struct ModelWeights {
     pub(crate) arena: Arena,
-    pub(crate) form: Form,
+    /// The names of all forms of matrices, joined by `+`.
+    pub(crate) forms: String,
+    /// A hash of configuration, names, types and weights: the model's identity.
+    pub(crate) hash: u64,
     pub(crate) layers: Vec<LayerWeights>,
     /// `[vocab][hidden]`.
     pub(crate) embedding: Matrix,
@@ -54,35 +60,36 @@ struct Places {
 
 /// Where the rows of a tensor go.
 #[derive(Clone, Copy, Debug)]
-enum Target {
+pub(super) enum Target {
     Matrix { matrix: Matrix, first_row: usize },
     Vector { vector: Vector, first: usize },
 }
 
 /// A tensor that the model needs: its place, its shape and where it goes.
 #[derive(Clone, Copy, Debug)]
-struct Need {
-    place: Place,
-    rows: Option<usize>,
-    columns: usize,
-    target: Target,
+pub(super) struct Need {
+    pub(super) place: Place,
+    pub(super) rows: Option<usize>,
+    pub(super) columns: usize,
+    pub(super) target: Target,
 }
 
 /// Columns of gate (and of up) in the fused matrix: whole tiles, so that both halves of an output row begin on a tile.
 pub(crate) const fn padded_intermediate(intermediate: usize) -> usize {
-    intermediate.next_multiple_of(crate::kernels::NR)
+    intermediate.next_multiple_of(NR)
 }
 
-/// Reads all weights of `source` into the form that `dtype` asks for.
+/// Reads all weights of `source` into the forms that `dtype` asks for.
 pub(crate) fn build(
-    source: &mut dyn TensorSource,
+    source: &dyn TensorSource,
     dtype: WeightDtype,
+    pool: &mut Pool,
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<ModelWeights, ExecutorError> {
     let config = source.config().clone();
     let tensors: HashMap<String, Tensor> =
         source.tensors().into_iter().map(|tensor| (tensor.name.clone(), tensor)).collect();
-    let form = choose_form(dtype, &tensors);
+    let choice = choose_form(dtype, &tensors);
     if config.num_layers > tensors.len() {
         return Err(load_error(format!(
             "the configuration names {} layers, the files hold only {} tensors",
@@ -90,7 +97,12 @@ pub(crate) fn build(
             tensors.len()
         )));
     }
-    let (plan, places, needs) = layout(&config, form);
+    let form_of = |place: Place| match choice {
+        Some(form) => form,
+        // A tensor that is missing is refused below.
+        None => tensors.get(&source.name_of(place)).map_or(Form::F32, |tensor| tensor.kind.form()),
+    };
+    let (plan, places, needs) = layout(&config, &form_of);
     let mut left: HashMap<&str, &Tensor> =
         tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
     // Shapes first: a wrong one should not show only after a minute of reading.
@@ -121,85 +133,56 @@ pub(crate) fn build(
             config.architecture.name()
         )));
     }
+    let mut filler = Filler::new(source, &config, pool);
     let mut arena = Arena::new(&plan)?;
+    let total_bytes = source.total_bytes();
     for (need, tensor) in work {
-        fill(source, &mut arena, &need, tensor)?;
-        let (bytes, total_bytes) = source.progress();
+        let bytes = filler.fill(&mut arena, &need, tensor)?;
         progress(LoadProgress { bytes, total_bytes });
     }
+    let hash = filler.hash();
     let Places { layers, embedding, final_norm, output } = places;
-    Ok(ModelWeights { arena, form, layers, embedding, final_norm, output })
-}
-
-/// Reads one tensor into its place.
-fn fill(
-    source: &mut dyn TensorSource,
-    arena: &mut Arena,
-    need: &Need,
-    tensor: &Tensor,
-) -> Result<(), ExecutorError> {
-    let name = &tensor.name;
-    let not_finite = |row: usize, form: &str| {
-        load_error(format!("tensor {name} has a value in row {row} that is not finite as {form}"))
-    };
-    match need.target {
-        Target::Matrix { matrix, first_row } => {
-            if first_row == 0 {
-                matrix.clear(arena);
-            }
-            let rows: Vec<usize> =
-                (0..need.rows.unwrap_or(1)).map(|row| source.row_in_model(need.place, row)).collect();
-            source.for_each_row(tensor, matrix.form() == Form::Q8, &mut |index, row| {
-                if matrix.pack(arena, first_row + rows[index], row) {
-                    Ok(())
-                } else {
-                    Err(not_finite(index, matrix.form().name()))
-                }
-            })
-        }
-        Target::Vector { vector, first } => {
-            let order: Vec<usize> = (0..need.columns).map(|at| source.row_in_model(need.place, at)).collect();
-            source.for_each_row(tensor, false, &mut |_, row| {
-                let Row::F32(row) = row else { unreachable!("raw blocks were not asked for") };
-                for (&at, &x) in order.iter().zip(row) {
-                    vector.get_mut(arena)[first + at] = x;
-                }
-                if row.iter().all(|x| x.is_finite()) { Ok(()) } else { Err(not_finite(0, "f32")) }
-            })
+    let mut forms: BTreeSet<Form> = embedding.forms().chain(output.forms()).collect();
+    for layer in &layers {
+        for matrix in [&layer.qkv, &layer.output, &layer.gate_up, &layer.down] {
+            forms.extend(matrix.forms());
         }
     }
+    let names: Vec<&str> = forms.into_iter().map(Form::name).collect();
+    Ok(ModelWeights { arena, forms: names.join("+"), hash, layers, embedding, final_norm, output })
 }
 
-/// Chooses the form of the matrices. `auto` follows the file: anything quantised makes all q8_0, else the widest type found.
-fn choose_form(dtype: WeightDtype, tensors: &HashMap<String, Tensor>) -> Form {
+/// Chooses one form for all matrices, or for each its tensor's own. `auto` follows the file: one with quantised tensors is
+/// kept as it is, else the widest type found is all matrices'.
+fn choose_form(dtype: WeightDtype, tensors: &HashMap<String, Tensor>) -> Option<Form> {
     match dtype {
-        WeightDtype::F32 => Form::F32,
-        WeightDtype::F16 => Form::F16,
-        WeightDtype::Bf16 => Form::Bf16,
-        WeightDtype::Q8_0 => Form::Q8,
+        WeightDtype::F32 => Some(Form::F32),
+        WeightDtype::F16 => Some(Form::F16),
+        WeightDtype::Bf16 => Some(Form::Bf16),
+        WeightDtype::Q8_0 => Some(Form::Quantised(Quants::Q8_0)),
         WeightDtype::Auto => {
-            let has = |kind| tensors.values().any(|tensor| tensor.shape.len() == 2 && tensor.kind == kind);
-            if has(TensorType::Quantised) || has(TensorType::Q8_0) {
-                Form::Q8
+            let mut kinds =
+                tensors.values().filter(|tensor| tensor.shape.len() == 2).map(|tensor| tensor.kind);
+            let has = |kind| kinds.clone().any(|other| other == kind);
+            if kinds.clone().any(|kind| matches!(kind, TensorType::Quantised(_))) {
+                None
             } else if has(TensorType::F32) || (has(TensorType::F16) && has(TensorType::Bf16)) {
-                Form::F32
-            } else if has(TensorType::F16) {
-                Form::F16
+                Some(Form::F32)
             } else {
-                Form::Bf16
+                Some(kinds.next().map_or(Form::F32, TensorType::form))
             }
         }
     }
 }
 
 /// Collects what the model needs, planning a place for each.
-struct Layout {
+struct Layout<'a> {
     plan: Plan,
     needs: Vec<Need>,
-    form: Form,
+    form_of: &'a dyn Fn(Place) -> Form,
 }
 
-impl Layout {
+impl Layout<'_> {
     /// A vector that one tensor fills.
     fn vector(&mut self, place: Place, len: usize) -> Vector {
         let vector = Vector::plan(&mut self.plan, len);
@@ -214,8 +197,33 @@ impl Layout {
 
     /// A matrix that one tensor fills.
     fn matrix(&mut self, place: Place, n: usize, k: usize) -> Matrix {
-        let matrix = Matrix::plan(&mut self.plan, self.form, n, k);
+        let matrix = Matrix::plan(&mut self.plan, (self.form_of)(place), n, k);
         self.rows(place, matrix, 0, n, k);
+        matrix
+    }
+
+    /// A matrix that several tensors fill, one below the other; each comes with its rows and those that it takes up.
+    ///
+    /// Tensors of several quantised types (q4_k files keep some v as q6_k) become parts that multiply with the same
+    /// activations. Where that cannot be, with a type of floating point among them or tiles shared by two, all become q8_0.
+    fn joined(&mut self, tensors: &[(Place, usize, usize)], k: usize) -> Matrix {
+        let parts: Vec<(Form, usize)> =
+            tensors.iter().map(|&(place, _, space)| ((self.form_of)(place), space)).collect();
+        let rows = parts.iter().map(|&(_, space)| space).sum();
+        let is_quantised = |form| matches!(form, Form::Quantised(_));
+        let fills_tiles = |(form, space): &(Form, usize)| is_quantised(*form) && space.is_multiple_of(NR);
+        let matrix = if parts.iter().all(|part| part.0 == parts[0].0) {
+            Matrix::plan(&mut self.plan, parts[0].0, rows, k)
+        } else if parts.iter().all(fills_tiles) {
+            Matrix::plan_parts(&mut self.plan, &parts, k)
+        } else {
+            Matrix::plan(&mut self.plan, Form::Quantised(Quants::Q8_0), rows, k)
+        };
+        let mut first_row = 0;
+        for &(place, rows, space) in tensors {
+            self.rows(place, matrix, first_row, rows, k);
+            first_row += space;
+        }
         matrix
     }
 
@@ -227,8 +235,8 @@ impl Layout {
 }
 
 /// Places every weight in the arena to be.
-fn layout(config: &ModelConfig, form: Form) -> (Plan, Places, Vec<Need>) {
-    let mut all = Layout { plan: Plan::default(), needs: Vec::new(), form };
+fn layout(config: &ModelConfig, form_of: &dyn Fn(Place) -> Form) -> (Plan, Places, Vec<Need>) {
+    let mut all = Layout { plan: Plan::default(), needs: Vec::new(), form_of };
     let embedding = all.matrix(Place::Embedding, config.vocab_size, config.hidden);
     let layers = (0..config.num_layers).map(|layer| layer_layout(&mut all, config, layer)).collect();
     let final_norm = all.vector(Place::FinalNorm, config.hidden);
@@ -240,15 +248,13 @@ fn layout(config: &ModelConfig, form: Form) -> (Plan, Places, Vec<Need>) {
     (all.plan, Places { layers, embedding, final_norm, output }, all.needs)
 }
 
-fn layer_layout(all: &mut Layout, config: &ModelConfig, layer: usize) -> LayerWeights {
+fn layer_layout(all: &mut Layout<'_>, config: &ModelConfig, layer: usize) -> LayerWeights {
     let place = |role| Place::Layer(layer, role);
     let (hidden, head_dim) = (config.hidden, config.head_dim);
     let (q, kv, half) = (config.q_width(), config.kv_width(), padded_intermediate(config.intermediate));
     let attention_norm = all.vector(place(Role::AttentionNorm), hidden);
-    let qkv = Matrix::plan(&mut all.plan, all.form, q + 2 * kv, hidden);
-    all.rows(place(Role::Q), qkv, 0, q, hidden);
-    all.rows(place(Role::K), qkv, q, kv, hidden);
-    all.rows(place(Role::V), qkv, q + kv, kv, hidden);
+    let tensors = [(place(Role::Q), q, q), (place(Role::K), kv, kv), (place(Role::V), kv, kv)];
+    let qkv = all.joined(&tensors, hidden);
     let qkv_bias = config.architecture.has_qkv_bias().then(|| {
         let bias = Vector::plan(&mut all.plan, q + 2 * kv);
         all.part(place(Role::QBias), bias, 0, q);
@@ -263,9 +269,9 @@ fn layer_layout(all: &mut Layout, config: &ModelConfig, layer: usize) -> LayerWe
     };
     let output = all.matrix(place(Role::Output), hidden, q);
     let mlp_norm = all.vector(place(Role::MlpNorm), hidden);
-    let gate_up = Matrix::plan(&mut all.plan, all.form, 2 * half, hidden);
-    all.rows(place(Role::Gate), gate_up, 0, config.intermediate, hidden);
-    all.rows(place(Role::Up), gate_up, half, config.intermediate, hidden);
+    let tensors =
+        [(place(Role::Gate), config.intermediate, half), (place(Role::Up), config.intermediate, half)];
+    let gate_up = all.joined(&tensors, hidden);
     let down = all.matrix(place(Role::Down), hidden, config.intermediate);
     LayerWeights { attention_norm, qkv, qkv_bias, q_norm, k_norm, output, mlp_norm, gate_up, down }
 }

@@ -2,24 +2,19 @@
 
 use std::fs::File;
 use std::io::Cursor;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
-use candle_core::CpuStorage;
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::{Content, Value};
-use memmap2::{Mmap, UncheckedAdvice};
+use memmap2::Mmap;
 use microserving_executor::ExecutorError;
 use microserving_protocol::TokenId;
-use xxhash_rust::xxh3::Xxh3;
 
-use super::source::{Place, Role, load_error};
-use super::{Tensor, TensorSource, TensorType};
+use super::source::{Place, Role, drop_pages, load_error};
+use super::{Tensor, TensorSource, TensorType, header};
 use crate::architecture::{Architecture, ModelConfig, RopeScaling};
-use crate::weights::Row;
-
-/// Bytes of a tensor that are converted and then dropped from memory at a time.
-const CHUNK_BYTES: usize = 1 << 20;
 
 /// The tensor of ready-made rotary divisors.
 const ROPE_DIVISORS: &str = "rope_freqs.weight";
@@ -30,8 +25,6 @@ pub(crate) struct GgufSource {
     map: Mmap,
     content: Content,
     config: ModelConfig,
-    hash: Xxh3,
-    read: u64,
 }
 
 impl GgufSource {
@@ -42,6 +35,7 @@ impl GgufSource {
         // SAFETY: the file must not be truncated or changed while it is loaded, which the documentation asks of the user
         // as every engine that maps its weights does; nothing is kept mapped afterwards.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
+        header::check(&map).map_err(|err| load_error(format!("{}: {err}", path.display())))?;
         // The reader divides by the alignment that the file names; a damaged file may name zero.
         let content = catch_unwind(AssertUnwindSafe(|| Content::read(&mut Cursor::new(&map[..]))))
             .map_err(|_| load_error(format!("{}: the header is damaged", path.display())))?
@@ -71,13 +65,28 @@ impl GgufSource {
             config: Fields { path, content: &content }.config()?,
             map,
             content,
-            hash: Xxh3::new(),
-            read: 0,
         };
         source.read_divisors()?;
-        let summary = format!("{:?}", source.config);
-        source.hash.update(summary.as_bytes());
         Ok(source)
+    }
+
+    /// Returns where a tensor lies in the map.
+    fn range(&self, tensor: &Tensor) -> Result<Range<usize>, ExecutorError> {
+        let name = &tensor.name;
+        let info = self
+            .content
+            .tensor_infos
+            .get(name)
+            .ok_or_else(|| load_error(format!("tensor {name} is missing")))?;
+        let columns = tensor.shape.last().copied().unwrap_or(1);
+        let rows = tensor.shape.iter().product::<usize>() / columns.max(1);
+        let row_bytes = tensor.kind.row_bytes(columns).ok_or_else(|| {
+            let block = info.ggml_dtype.block_size();
+            load_error(format!("tensor {name} has rows of {columns}, not whole blocks of {block}"))
+        })?;
+        // That it ends inside the file was checked when it was opened.
+        let begin = (self.content.tensor_data_offset + info.offset) as usize;
+        Ok(begin..begin + rows * row_bytes)
     }
 
     /// Takes the rotary divisors, a tensor that is configuration.
@@ -88,13 +97,12 @@ impl GgufSource {
         if tensor.shape.len() != 1 {
             return Err(load_error(format!("tensor {ROPE_DIVISORS} has the shape {:?}", tensor.shape)));
         }
-        let mut divisors = Vec::new();
-        self.for_each_row(&tensor, false, &mut |_, row| {
-            if let Row::F32(row) = row {
-                divisors.extend_from_slice(row);
-            }
-            Ok(())
-        })?;
+        let mut divisors = vec![0.0; tensor.shape[0]];
+        let bytes = self.bytes(&tensor)?;
+        tensor
+            .kind
+            .widen(bytes, &mut divisors, &mut Vec::new())
+            .map_err(|err| load_error(format!("tensor {ROPE_DIVISORS}: {err}")))?;
         if divisors.iter().any(|divisor| !(divisor.is_finite() && *divisor > 0.0)) {
             return Err(load_error(format!("tensor {ROPE_DIVISORS} has a value that is not positive")));
         }
@@ -116,8 +124,7 @@ impl TensorSource for GgufSource {
                 GgmlDType::F32 => TensorType::F32,
                 GgmlDType::F16 => TensorType::F16,
                 GgmlDType::BF16 => TensorType::Bf16,
-                GgmlDType::Q8_0 => TensorType::Q8_0,
-                _ => TensorType::Quantised,
+                quantised => TensorType::Quantised(quantised),
             },
         };
         self.content.tensor_infos.iter().map(|(name, info)| tensor(name, info)).collect()
@@ -155,101 +162,29 @@ impl TensorSource for GgufSource {
 
     /// In files of the Llama family a head's rows come as the pairs that are rotated together (0, d/2, 1, d/2 + 1, …),
     /// while the model counts all first halves, then all second halves.
-    fn row_in_model(&self, place: Place, row: usize) -> usize {
+    fn row_in_file(&self, place: Place, row: usize) -> usize {
         let permuted = matches!(self.config.architecture, Architecture::Llama | Architecture::Mistral)
             && matches!(place, Place::Layer(_, Role::Q | Role::K));
         if !permuted {
             return row;
         }
-        let head_dim = self.config.head_dim;
+        let (head_dim, half) = (self.config.head_dim, self.config.head_dim / 2);
         let (head, within) = (row / head_dim, row % head_dim);
-        head * head_dim + within % 2 * (head_dim / 2) + within / 2
+        head * head_dim + within % half * 2 + within / half
     }
 
-    fn for_each_row(
-        &mut self,
-        tensor: &Tensor,
-        raw_q8: bool,
-        each: &mut dyn FnMut(usize, Row<'_>) -> Result<(), ExecutorError>,
-    ) -> Result<(), ExecutorError> {
-        let name = &tensor.name;
-        let info = self
-            .content
-            .tensor_infos
-            .get(name)
-            .ok_or_else(|| load_error(format!("tensor {name} is missing")))?;
-        let columns = tensor.shape.last().copied().unwrap_or(1);
-        let rows = tensor.shape.iter().product::<usize>() / columns.max(1);
-        let (kind, block) = (info.ggml_dtype, info.ggml_dtype.block_size());
-        if !columns.is_multiple_of(block) {
-            return Err(load_error(format!(
-                "tensor {name} has rows of {columns}, not whole blocks of {block}"
-            )));
+    fn bytes(&self, tensor: &Tensor) -> Result<&[u8], ExecutorError> {
+        Ok(&self.map[self.range(tensor)?])
+    }
+
+    fn release(&self, tensor: &Tensor, bytes: Range<usize>) {
+        if let Ok(range) = self.range(tensor) {
+            drop_pages(&self.map, range.start + bytes.start..range.start + bytes.end);
         }
-        let row_bytes = columns / block * kind.type_size();
-        let begin = (self.content.tensor_data_offset + info.offset) as usize;
-        let per_chunk = (CHUNK_BYTES / row_bytes.max(1)).max(1);
-        // Blocks are read as structures of 16-bit words, which the file need not align.
-        let mut aligned: Vec<u32> = Vec::new();
-        self.hash.update(format!("{name} {:?} {kind:?}", tensor.shape).as_bytes());
-        let mut row = 0;
-        while row < rows {
-            let count = per_chunk.min(rows - row);
-            let at = begin + row * row_bytes;
-            let bytes = &self.map[at..at + count * row_bytes];
-            self.hash.update(bytes);
-            if raw_q8 && kind == GgmlDType::Q8_0 {
-                for (i, bytes) in bytes.chunks_exact(row_bytes).enumerate() {
-                    each(row + i, Row::Q8(bytes))?;
-                }
-            } else {
-                aligned.resize(bytes.len().div_ceil(4), 0);
-                let values = dequantise(kind, bytes, &mut aligned, count * columns)
-                    .map_err(|err| load_error(format!("tensor {name}: {err}")))?;
-                for (i, values) in values.chunks_exact(columns).enumerate() {
-                    each(row + i, Row::F32(values))?;
-                }
-            }
-            // SAFETY: the pages are a private map of a file and hold no change of ours: reading them again reads the file.
-            let dropped =
-                unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, at, count * row_bytes) };
-            // Only memory is at stake, not correctness.
-            if let Err(err) = dropped {
-                tracing::debug!(%err, "a converted part of the file stays in memory");
-            }
-            self.read += (count * row_bytes) as u64;
-            row += count;
-        }
-        Ok(())
     }
 
-    fn hash(&self) -> u64 {
-        self.hash.digest()
-    }
-
-    fn progress(&self) -> (u64, u64) {
-        (self.read, self.map.len() as u64 - self.content.tensor_data_offset)
-    }
-}
-
-/// Widens blocks to f32.
-fn dequantise(
-    kind: GgmlDType,
-    bytes: &[u8],
-    aligned: &mut [u32],
-    elements: usize,
-) -> Result<Vec<f32>, String> {
-    for (word, bytes) in aligned.iter_mut().zip(bytes.chunks(4)) {
-        let mut whole = [0; 4];
-        whole[..bytes.len()].copy_from_slice(bytes);
-        *word = u32::from_ne_bytes(whole);
-    }
-    // SAFETY: a `u32` slice is at least as long in bytes, and any bytes are `u8`s.
-    let bytes = unsafe { std::slice::from_raw_parts(aligned.as_ptr().cast::<u8>(), bytes.len()) };
-    match kind.from_data(bytes.into()).dequantize(elements) {
-        Ok(CpuStorage::F32(values)) => Ok(values),
-        Ok(_) => Err(format!("{kind:?} did not widen to f32")),
-        Err(err) => Err(err.to_string()),
+    fn total_bytes(&self) -> u64 {
+        self.map.len() as u64 - self.content.tensor_data_offset
     }
 }
 

@@ -1,7 +1,9 @@
 //! From files to packed weights.
 
 mod build;
+mod fill;
 mod gguf;
+mod header;
 mod safetensors;
 mod source;
 

@@ -2,23 +2,18 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use half::{bf16, f16};
-use memmap2::{Mmap, UncheckedAdvice};
+use memmap2::Mmap;
 use microserving_executor::ExecutorError;
 use microserving_protocol::TokenId;
 use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
-use xxhash_rust::xxh3::Xxh3;
 
-use super::source::{Place, Role, load_error};
+use super::source::{Place, Role, drop_pages, load_error};
 use super::{Tensor, TensorSource, TensorType};
 use crate::architecture::{Architecture, ModelConfig, RopeScaling};
-use crate::weights::Row;
-
-/// Bytes of a tensor that are converted and then dropped from memory at a time.
-const CHUNK_BYTES: usize = 1 << 20;
 
 /// A tensor's bytes in one of the maps.
 #[derive(Debug)]
@@ -33,8 +28,6 @@ pub(crate) struct SafetensorsSource {
     shards: Vec<Mmap>,
     locations: HashMap<String, Location>,
     config: ModelConfig,
-    hash: Xxh3,
-    read: u64,
 }
 
 impl SafetensorsSource {
@@ -76,9 +69,18 @@ impl SafetensorsSource {
             }
             shards.push(map);
         }
-        let mut hash = Xxh3::new();
-        hash.update(format!("{config:?}").as_bytes());
-        Ok(Self { shards, locations, config, hash, read: 0 })
+        Ok(Self { shards, locations, config })
+    }
+
+    /// Returns the file that a tensor is in, and where.
+    fn range(&self, tensor: &Tensor) -> Result<(&Mmap, Range<usize>), ExecutorError> {
+        let location = self
+            .locations
+            .get(&tensor.name)
+            .ok_or_else(|| load_error(format!("tensor {} is missing", tensor.name)))?;
+        // That shape and type fit the bytes was checked when the file was opened.
+        let bytes = tensor.kind.row_bytes(tensor.shape.iter().product()).unwrap_or(0);
+        Ok((&self.shards[location.shard], location.offset..location.offset + bytes))
     }
 }
 
@@ -148,78 +150,23 @@ impl TensorSource for SafetensorsSource {
         name.ends_with("rotary_emb.inv_freq")
     }
 
-    fn row_in_model(&self, _place: Place, row: usize) -> usize {
+    fn row_in_file(&self, _place: Place, row: usize) -> usize {
         row
     }
 
-    fn for_each_row(
-        &mut self,
-        tensor: &Tensor,
-        _raw_q8: bool,
-        each: &mut dyn FnMut(usize, Row<'_>) -> Result<(), ExecutorError>,
-    ) -> Result<(), ExecutorError> {
-        let location = self
-            .locations
-            .get(&tensor.name)
-            .ok_or_else(|| load_error(format!("tensor {} is missing", tensor.name)))?;
-        let map = &self.shards[location.shard];
-        let columns = tensor.shape.last().copied().unwrap_or(1);
-        let rows = tensor.shape.iter().product::<usize>() / columns.max(1);
-        let element_bytes = if tensor.kind == TensorType::F32 { 4 } else { 2 };
-        let row_bytes = columns * element_bytes;
-        self.hash.update(format!("{} {:?} {:?}", tensor.name, tensor.shape, tensor.kind).as_bytes());
-        let per_chunk = (CHUNK_BYTES / row_bytes.max(1)).max(1);
-        let mut values = vec![0.0; columns];
-        let mut row = 0;
-        while row < rows {
-            let count = per_chunk.min(rows - row);
-            let at = location.offset + row * row_bytes;
-            let bytes = &map[at..at + count * row_bytes];
-            self.hash.update(bytes);
-            for (i, bytes) in bytes.chunks_exact(row_bytes).enumerate() {
-                widen(tensor.kind, bytes, &mut values);
-                each(row + i, Row::F32(&values))?;
-            }
-            // SAFETY: the pages are a private map of a file and hold no change of ours: reading them again reads the file.
-            let dropped =
-                unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, at, count * row_bytes) };
-            // Only memory is at stake, not correctness.
-            if let Err(err) = dropped {
-                tracing::debug!(%err, "a converted part of the file stays in memory");
-            }
-            self.read += (count * row_bytes) as u64;
-            row += count;
-        }
-        Ok(())
+    fn bytes(&self, tensor: &Tensor) -> Result<&[u8], ExecutorError> {
+        let (map, range) = self.range(tensor)?;
+        Ok(&map[range])
     }
 
-    fn hash(&self) -> u64 {
-        self.hash.digest()
+    fn release(&self, tensor: &Tensor, bytes: Range<usize>) {
+        if let Ok((map, range)) = self.range(tensor) {
+            drop_pages(map, range.start + bytes.start..range.start + bytes.end);
+        }
     }
 
-    fn progress(&self) -> (u64, u64) {
-        (self.read, self.shards.iter().map(|map| map.len() as u64).sum())
-    }
-}
-
-/// Widens little-endian elements to f32.
-fn widen(kind: TensorType, bytes: &[u8], values: &mut [f32]) {
-    match kind {
-        TensorType::F32 => {
-            for (value, bytes) in values.iter_mut().zip(bytes.as_chunks::<4>().0) {
-                *value = f32::from_le_bytes(*bytes);
-            }
-        }
-        TensorType::F16 => {
-            for (value, bytes) in values.iter_mut().zip(bytes.as_chunks::<2>().0) {
-                *value = f16::from_le_bytes(*bytes).to_f32();
-            }
-        }
-        _ => {
-            for (value, bytes) in values.iter_mut().zip(bytes.as_chunks::<2>().0) {
-                *value = bf16::from_le_bytes(*bytes).to_f32();
-            }
-        }
+    fn total_bytes(&self) -> u64 {
+        self.shards.iter().map(|map| map.len() as u64).sum()
     }
 }
 

@@ -1,9 +1,16 @@
-//! What the two file formats have in common: named tensors, read row by row.
+//! What the two file formats have in common: named tensors in mapped files.
 
+use std::ops::Range;
+
+use candle_core::CpuStorage;
+use candle_core::quantized::GgmlDType;
+use half::{bf16, f16};
+use memmap2::{Mmap, UncheckedAdvice};
 use microserving_executor::ExecutorError;
 
 use crate::architecture::ModelConfig;
-use crate::weights::Row;
+use crate::kernels::Quants;
+use crate::weights::Form;
 
 /// Makes an [`ExecutorError::Load`].
 pub(crate) fn load_error(reason: impl Into<String>) -> ExecutorError {
@@ -19,10 +26,81 @@ pub(crate) enum TensorType {
     F16,
     /// bfloat16.
     Bf16,
-    /// GGUF's Q8_0, which a q8_0 matrix keeps to the bit.
-    Q8_0,
-    /// Another quantised type of GGUF.
-    Quantised,
+    /// A quantised type of GGUF.
+    Quantised(GgmlDType),
+}
+
+impl TensorType {
+    /// Returns the form that keeps the tensor as it is; for a quantised type without tiles of its own, q8_0.
+    pub(crate) const fn form(self) -> Form {
+        match self {
+            Self::F32 => Form::F32,
+            Self::F16 => Form::F16,
+            Self::Bf16 => Form::Bf16,
+            Self::Quantised(GgmlDType::Q4_0) => Form::Quantised(Quants::Q4_0),
+            Self::Quantised(GgmlDType::Q4_1) => Form::Quantised(Quants::Q4_1),
+            Self::Quantised(GgmlDType::Q4K) => Form::Quantised(Quants::Q4K),
+            Self::Quantised(GgmlDType::Q6K) => Form::Quantised(Quants::Q6K),
+            Self::Quantised(_) => Form::Quantised(Quants::Q8_0),
+        }
+    }
+
+    /// Says whether a matrix of that form takes the file's blocks as they are.
+    pub(crate) fn is_kept_by(self, form: Form) -> bool {
+        match self {
+            Self::Quantised(GgmlDType::Q8_0) => form == Form::Quantised(Quants::Q8_0),
+            Self::Quantised(_) => form == self.form() && form != Form::Quantised(Quants::Q8_0),
+            _ => false,
+        }
+    }
+
+    /// Returns the bytes of a row; `None` if it is not made of whole blocks.
+    pub(crate) fn row_bytes(self, columns: usize) -> Option<usize> {
+        let (block, bytes) = match self {
+            Self::F32 => (1, 4),
+            Self::F16 | Self::Bf16 => (1, 2),
+            Self::Quantised(kind) => (kind.block_size(), kind.type_size()),
+        };
+        columns.is_multiple_of(block).then(|| columns / block * bytes)
+    }
+
+    /// Widens a row to f32. `scratch` is memory for it to reuse.
+    pub(crate) fn widen(self, bytes: &[u8], out: &mut [f32], scratch: &mut Vec<u32>) -> Result<(), String> {
+        match self {
+            Self::F32 => {
+                for (x, bytes) in out.iter_mut().zip(bytes.as_chunks().0) {
+                    *x = f32::from_le_bytes(*bytes);
+                }
+            }
+            Self::F16 => {
+                for (x, bytes) in out.iter_mut().zip(bytes.as_chunks().0) {
+                    *x = f16::from_le_bytes(*bytes).to_f32();
+                }
+            }
+            Self::Bf16 => {
+                for (x, bytes) in out.iter_mut().zip(bytes.as_chunks().0) {
+                    *x = bf16::from_le_bytes(*bytes).to_f32();
+                }
+            }
+            Self::Quantised(kind) => {
+                // Blocks are read as structures of 16-bit words, which the file need not align.
+                scratch.clear();
+                scratch.extend(bytes.chunks(4).map(|bytes| {
+                    let mut whole = [0; 4];
+                    whole[..bytes.len()].copy_from_slice(bytes);
+                    u32::from_ne_bytes(whole)
+                }));
+                // SAFETY: the words are at least as many bytes, and any bytes are `u8`s.
+                let bytes = unsafe { std::slice::from_raw_parts(scratch.as_ptr().cast::<u8>(), bytes.len()) };
+                match kind.from_data(bytes.into()).dequantize(out.len()) {
+                    Ok(CpuStorage::F32(values)) => out.copy_from_slice(&values),
+                    Ok(_) => return Err(format!("{kind:?} did not widen to f32")),
+                    Err(err) => return Err(err.to_string()),
+                }
+            }
+        }
+        Ok(())
+    }
 }
 
 /// A tensor of a file.
@@ -65,7 +143,7 @@ pub(crate) enum Place {
 }
 
 /// A model's files.
-pub(crate) trait TensorSource {
+pub(crate) trait TensorSource: Sync {
     /// Returns the model's shape.
     fn config(&self) -> &ModelConfig;
 
@@ -78,24 +156,27 @@ pub(crate) trait TensorSource {
     /// Says whether the format may carry this tensor although no weight comes of it.
     fn is_ignorable(&self, name: &str) -> bool;
 
-    /// Returns the row of the model's tensor that row `row` of the file's tensor is.
+    /// Returns the row of the file's tensor that row `row` of the model's tensor is.
     ///
     /// GGUF files of the Llama family keep the rows of q and k in another order.
-    fn row_in_model(&self, place: Place, row: usize) -> usize;
+    fn row_in_file(&self, place: Place, row: usize) -> usize;
 
-    /// Calls `each(index, row)` for the rows of a tensor in file order; stops at the first error. A vector is one row.
-    ///
-    /// `raw_q8` asks for the blocks of Q8_0 tensors as they are.
-    fn for_each_row(
-        &mut self,
-        tensor: &Tensor,
-        raw_q8: bool,
-        each: &mut dyn FnMut(usize, Row<'_>) -> Result<(), ExecutorError>,
-    ) -> Result<(), ExecutorError>;
+    /// Returns a tensor's bytes: as many as its shape and type say.
+    fn bytes(&self, tensor: &Tensor) -> Result<&[u8], ExecutorError>;
 
-    /// Returns a hash of configuration, names, types and weights read so far: the model's identity once all are read.
-    fn hash(&self) -> u64;
+    /// Says that some bytes of a tensor will not be read again, so that they need not stay in memory.
+    fn release(&self, tensor: &Tensor, bytes: Range<usize>);
 
-    /// Returns the bytes of tensors read so far, and those of all files.
-    fn progress(&self) -> (u64, u64);
+    /// Returns the bytes of all tensors.
+    fn total_bytes(&self) -> u64;
+}
+
+/// Drops a part of a mapped file from this process's memory.
+pub(crate) fn drop_pages(map: &Mmap, range: Range<usize>) {
+    // SAFETY: the pages are a private map of a file and hold no change of ours: reading them again reads the file.
+    let dropped = unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, range.start, range.len()) };
+    // Only memory is at stake, not correctness.
+    if let Err(err) = dropped {
+        tracing::debug!(%err, "a converted part of the file stays in memory");
+    }
 }

@@ -178,12 +178,16 @@ fn gguf_metadata_is_checked() {
         ("general.alignment", Some(Value::U32(u32::MAX)), "past the end"),
         ("llama.attention.head_count", Some(Value::U32(3)), "3 heads cannot share"),
     ] {
-        model.write_gguf_with(&path, GgmlDType::F32, |metadata| {
-            match value {
-                Some(value) => metadata.insert(key.into(), value),
-                None => metadata.remove(key),
-            };
-        });
+        model.write_gguf_with(
+            &path,
+            |_| GgmlDType::F32,
+            |metadata| {
+                match value {
+                    Some(value) => metadata.insert(key.into(), value),
+                    None => metadata.remove(key),
+                };
+            },
+        );
         refused(&path, what);
     }
 }

@@ -43,18 +43,22 @@ fn f32_continues_as_the_reference() {
 }
 
 #[test]
-fn q8_knows_the_capital_on_any_number_of_threads() {
+fn quantised_forms_know_the_capital_on_any_number_of_threads() {
     let Some(path) = test_data("MICROSERVING_DEMO_MODEL") else { return };
-    let generated = [1, 2].map(|threads| {
-        let mut config = CandleConfig::new(&path);
-        config.threads = NonZeroUsize::new(threads).unwrap();
-        let mut driver = Driver::load(&config, 16);
-        assert!(driver.executor.info().layout.numeric_mode.starts_with("q8_0/"));
-        assert_eq!(driver.executor.info().eos_tokens, [TokenId(2)]);
-        driver.greedy(&tokens(CAPITAL.0), 30, 2 * threads, &pages(3..16))
-    });
-    assert_eq!(generated[0][..2], tokens(&[7042, 30]));
-    assert_eq!(generated[0], generated[1]);
+    for (dtype, mode) in [(WeightDtype::Auto, "q8_0+q4_1/"), (WeightDtype::Q8_0, "q8_0/")] {
+        let generated = [1, 2].map(|threads| {
+            let mut config = CandleConfig::new(&path);
+            config.dtype = dtype;
+            config.threads = NonZeroUsize::new(threads).unwrap();
+            let mut driver = Driver::load(&config, 16);
+            let numeric_mode = &driver.executor.info().layout.numeric_mode;
+            assert!(numeric_mode.starts_with(mode), "{numeric_mode}");
+            assert_eq!(driver.executor.info().eos_tokens, [TokenId(2)]);
+            driver.greedy(&tokens(CAPITAL.0), 30, 2 * threads, &pages(3..16))
+        });
+        assert_eq!(generated[0][..2], tokens(&[7042, 30]));
+        assert_eq!(generated[0], generated[1]);
+    }
 }
 
 /// Greedy continuations recorded from an f32 implementation in numpy, one JSON object a line.

@@ -5,10 +5,12 @@ use std::num::NonZeroUsize;
 use candle_core::DType;
 use candle_core::quantized::GgmlDType;
 use microserving_executor::Executor;
-use microserving_executor_candle::{CandleConfig, CandleExecutor, KernelLevel, ModelFormat, WeightDtype};
-use microserving_protocol::TokenId;
+use microserving_executor_candle::{
+    CandleConfig, CandleExecutor, KernelLevel, ModelFormat, ReferenceModel, WeightDtype,
+};
+use microserving_protocol::{KvDtype, TokenId};
 
-use crate::support::{Driver, pages};
+use crate::support::{Driver, levels, log_softmax, pages, relative_error};
 use crate::tiny::{references, tiny};
 
 #[test]
@@ -62,7 +64,9 @@ fn auto_follows_the_file() {
         (GgmlDType::F16, "f16"),
         (GgmlDType::BF16, "bf16"),
         (GgmlDType::Q8_0, "q8_0"),
-        (GgmlDType::Q4_1, "q8_0"),
+        (GgmlDType::Q4_0, "q4_0"),
+        (GgmlDType::Q4_1, "q4_1"),
+        (GgmlDType::Q5_0, "q8_0"),
     ] {
         tiny.write_gguf(&path, kind);
         for (dtype, mode) in
@@ -73,6 +77,41 @@ fn auto_follows_the_file() {
             let executor = CandleExecutor::load(&config, &mut |_| ()).unwrap();
             let level = KernelLevel::detect();
             assert_eq!(executor.info().layout.numeric_mode, format!("{mode}/{level}"));
+        }
+    }
+}
+
+/// A file of several types keeps each; where a product joins tensors that cannot share their activations, all of it is q8_0.
+#[test]
+fn auto_keeps_the_types_of_a_mixed_file() {
+    let mut config = tiny("qwen3").config;
+    config["hidden_size"] = 256.into();
+    config["intermediate_size"] = 256.into();
+    config["head_dim"] = 64.into();
+    let tiny = crate::tiny::Tiny::new(config);
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("tiny.gguf");
+    let prompt: Vec<TokenId> = (0..40).map(|i| TokenId((i * 37 + 11) % 85)).collect();
+    let with_values = |values: GgmlDType| {
+        move |name: &str| match name {
+            "token_embd.weight" => GgmlDType::Q6K,
+            "blk.0.attn_v.weight" => values,
+            "blk.1.ffn_up.weight" => GgmlDType::Q4_1,
+            _ => GgmlDType::Q4K,
+        }
+    };
+    for (values, mode) in [(GgmlDType::Q6K, "q4_1+q4_k+q6_k"), (GgmlDType::F16, "q8_0+q4_1+q4_k+q6_k")] {
+        tiny.write_gguf_with(&path, with_values(values), |_| ());
+        let reference = ReferenceModel::load(&path).unwrap().logits(&prompt).unwrap().pop().unwrap();
+        let reference = log_softmax(reference.into_iter().map(f64::from));
+        for level in levels() {
+            let mut config = CandleConfig::new(&path);
+            config.kernel_level = Some(level);
+            config.kv_dtype = KvDtype::F32;
+            let mut driver = Driver::load(&config, 4);
+            assert_eq!(driver.executor.info().layout.numeric_mode, format!("{mode}/{level}"));
+            let error = relative_error(&driver.log_probs(&prompt, 0, &pages(0..3)), &reference);
+            assert!(error <= 0.1, "{mode}/{level}: off by {error}");
         }
     }
 }

@@ -4,6 +4,7 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 
 use candle_core::DType;
+use candle_core::quantized::GgmlDType;
 use microserving_executor::{Batch, BatchItem, Executor, Sampler};
 use microserving_executor_candle::{CandleConfig, KernelLevel, WeightDtype};
 use microserving_protocol::{KvDtype, PageId, TokenId};
@@ -163,6 +164,30 @@ fn batches_chunks_pages_and_threads_change_nothing() {
         for kv_dtype in [KvDtype::F32, KvDtype::Bf16] {
             check(directory.path(), level, WeightDtype::Q8_0, kv_dtype);
         }
+    }
+}
+
+/// The types that files keep, and a file that mixes them in one product.
+#[test]
+fn quantised_files_change_nothing() {
+    let mut config = tiny("qwen3").config;
+    config["hidden_size"] = 256.into();
+    config["intermediate_size"] = 256.into();
+    config["head_dim"] = 64.into();
+    let tiny = crate::tiny::Tiny::new(config);
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("tiny.gguf");
+    let mixed = |name: &str| match name {
+        name if name.ends_with("attn_v.weight") || name.starts_with("token") => GgmlDType::Q6K,
+        _ => GgmlDType::Q4K,
+    };
+    for level in levels() {
+        for kind in [GgmlDType::Q8_0, GgmlDType::Q4_0, GgmlDType::Q4_1] {
+            tiny.write_gguf(&path, kind);
+            check(&path, level, WeightDtype::Auto, KvDtype::F16);
+        }
+        tiny.write_gguf_with(&path, mixed, |_| ());
+        check(&path, level, WeightDtype::Auto, KvDtype::F16);
     }
 }
 

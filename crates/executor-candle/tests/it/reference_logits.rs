@@ -128,14 +128,18 @@ fn quantised_files_agree_with_the_candle_reference() {
             let reference = ReferenceModel::load(&path).unwrap().logits(&prompt).unwrap().pop().unwrap();
             let reference = log_softmax(reference.into_iter().map(f64::from));
             // f32 keeps what the file says; `auto` adds the noise of 8-bit weights and activations.
-            for (dtype, tolerance) in [(WeightDtype::F32, 1e-5), (WeightDtype::Auto, 0.1)] {
+            let forms = [(WeightDtype::F32, 1e-5), (WeightDtype::Auto, 0.1), (WeightDtype::Q8_0, 0.1)];
+            for (level, (dtype, tolerance)) in
+                levels().into_iter().flat_map(|level| forms.map(|form| (level, form)))
+            {
                 let mut config = CandleConfig::new(&path);
                 config.dtype = dtype;
+                config.kernel_level = Some(level);
                 config.kv_dtype = KvDtype::F32;
                 let mut driver = Driver::load(&config, 4);
                 let got = driver.log_probs(&prompt, 0, &pages(0..3));
                 let error = relative_error(&got, &reference);
-                assert!(error <= tolerance, "{name} {kind:?} as {dtype}: off by {error}");
+                assert!(error <= tolerance, "{name} {kind:?} as {dtype}/{level}: off by {error}");
             }
         }
     }

@@ -156,14 +156,14 @@ impl Tiny {
 
     /// Writes a GGUF file, matrices as `kind`, vectors in f32.
     pub(crate) fn write_gguf(&self, path: &Path, kind: GgmlDType) {
-        self.write_gguf_with(path, kind, |_| ());
+        self.write_gguf_with(path, |_| kind, |_| ());
     }
 
-    /// [`Self::write_gguf`] with a change to the metadata.
+    /// [`Self::write_gguf`] with a type for each matrix, and a change to the metadata.
     pub(crate) fn write_gguf_with(
         &self,
         path: &Path,
-        kind: GgmlDType,
+        kind_of: impl Fn(&str) -> GgmlDType,
         change: impl FnOnce(&mut BTreeMap<String, Value>),
     ) {
         let model_type = self.config["model_type"].as_str().unwrap();
@@ -217,7 +217,7 @@ impl Tiny {
                     .and_then(|tensor| tensor.transpose(1, 2)?.contiguous()?.reshape((rows, columns)))
                     .unwrap();
             }
-            add(&gguf, &tensor, if shape.len() == 2 { kind } else { GgmlDType::F32 });
+            add(&gguf, &tensor, if shape.len() == 2 { kind_of(&gguf) } else { GgmlDType::F32 });
         }
         let metadata: Vec<(&str, &Value)> =
             metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
