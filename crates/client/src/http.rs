@@ -18,6 +18,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::address::checked_url;
+use crate::body::{self, Prompted};
 use crate::connection::Body;
 use crate::foreign::Answer;
 use crate::pool::Pool;
@@ -58,8 +59,8 @@ impl HttpEngineClient {
         cx: &CallContext,
         method: Method,
         path: &str,
-        body: Option<Vec<u8>>,
-    ) -> Result<Request<Bytes>, ClientError> {
+        body: Option<Vec<Bytes>>,
+    ) -> Result<Request<Vec<Bytes>>, ClientError> {
         let mut builder = Request::builder().method(method).uri(format!("{}{path}", self.base));
         if body.is_some() {
             builder = builder.header(header::CONTENT_TYPE, "application/json");
@@ -74,7 +75,7 @@ impl HttpEngineClient {
             builder = builder.header("x-microserving-stats", "1");
         }
         builder
-            .body(Bytes::from(body.unwrap_or_default()))
+            .body(body.unwrap_or_default())
             .map_err(|error| self.malformed(format!("the request cannot be written: {error}")))
     }
 
@@ -84,7 +85,7 @@ impl HttpEngineClient {
         cx: &CallContext,
         method: Method,
         path: &str,
-        body: Option<Vec<u8>>,
+        body: Option<Vec<Bytes>>,
     ) -> Result<Response<Body>, ClientError> {
         let request = self.request(cx, method, path, body)?;
         let answer = self
@@ -115,7 +116,7 @@ impl HttpEngineClient {
         cx: &CallContext,
         method: Method,
         path: &str,
-        body: Option<Vec<u8>>,
+        body: Option<Vec<Bytes>>,
     ) -> Result<T, ClientError> {
         let answer = self.send(cx, method, path, body).await?;
         let body = self.body(cx, answer).await?;
@@ -128,7 +129,17 @@ impl HttpEngineClient {
         path: &str,
         body: &(impl Serialize + Sync),
     ) -> Result<T, ClientError> {
-        let body = self.encode(body)?;
+        self.ask(cx, path, body::whole(body)).await
+    }
+
+    /// Sends a written body, and reads an answer in one piece.
+    async fn ask<T: DeserializeOwned>(
+        &self,
+        cx: &CallContext,
+        path: &str,
+        body: serde_json::Result<Vec<Bytes>>,
+    ) -> Result<T, ClientError> {
+        let body = self.written(body)?;
         self.json(cx, Method::POST, path, Some(body)).await
     }
 
@@ -140,9 +151,9 @@ impl HttpEngineClient {
         &self,
         cx: &CallContext,
         path: &str,
-        body: &(impl Serialize + Sync),
+        body: &impl Prompted,
     ) -> Result<ChunkStream, ClientError> {
-        self.items::<CompletionResponse>(cx, path, body).await
+        self.items::<CompletionResponse>(cx, path, body::with_prompt(body)).await
     }
 
     /// As engines of other makes answer.
@@ -152,7 +163,7 @@ impl HttpEngineClient {
         path: &str,
         body: &(impl Serialize + Sync),
     ) -> Result<BoxStream<'static, Result<Answer, ClientError>>, ClientError> {
-        self.items(cx, path, body).await
+        self.items(cx, path, body::whole(body)).await
     }
 
     /// Returns the events of an answer, or the answer if it is in one piece.
@@ -160,9 +171,9 @@ impl HttpEngineClient {
         &self,
         cx: &CallContext,
         path: &str,
-        body: &(impl Serialize + Sync),
+        body: serde_json::Result<Vec<Bytes>>,
     ) -> Result<BoxStream<'static, Result<T, ClientError>>, ClientError> {
-        let body = self.encode(body)?;
+        let body = self.written(body)?;
         let answer = self.send(cx, Method::POST, path, Some(body)).await?;
         if is_event_stream(&answer) {
             let events = EventStream::new(self.base.clone(), cx.deadline, answer.into_body());
@@ -193,9 +204,8 @@ impl HttpEngineClient {
         }
     }
 
-    fn encode(&self, body: &impl Serialize) -> Result<Vec<u8>, ClientError> {
-        serde_json::to_vec(body)
-            .map_err(|error| self.malformed(format!("the request cannot be written: {error}")))
+    fn written(&self, body: serde_json::Result<Vec<Bytes>>) -> Result<Vec<Bytes>, ClientError> {
+        body.map_err(|error| self.malformed(format!("the request cannot be written: {error}")))
     }
 
     pub(crate) fn malformed(&self, reason: String) -> ClientError {
@@ -218,7 +228,7 @@ impl EngineCalls for HttpEngineClient {
         cx: &CallContext,
         request: &PrepRecvRequest,
     ) -> Result<PrepRecvResponse, ClientError> {
-        self.post(cx, "/microserving/prep_recv", request).await
+        self.ask(cx, "/microserving/prep_recv", body::with_prompt(request)).await
     }
 
     async fn remote_send(
@@ -226,7 +236,7 @@ impl EngineCalls for HttpEngineClient {
         cx: &CallContext,
         request: &RemoteSendRequest,
     ) -> Result<RemoteSendResponse, ClientError> {
-        self.post(cx, "/microserving/remote_send", request).await
+        self.ask(cx, "/microserving/remote_send", body::with_prompt(request)).await
     }
 
     async fn start_generate(

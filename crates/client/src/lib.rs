@@ -21,7 +21,7 @@
 //!
 //! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
 //! let engine = HttpEngineClient::new("http://127.0.0.1:8001")?;
-//! let mut completion = CompletionRequest::new(Prompt::Tokens(vec![TokenId(1), TokenId(2)]));
+//! let mut completion = CompletionRequest::new(Prompt::Tokens(vec![TokenId(1), TokenId(2)].into()));
 //! completion.stream = true;
 //! let request = StartGenerateRequest { completion, ..StartGenerateRequest::default() };
 //! let mut chunks = engine.start_generate(&CallContext::default(), &request).await?;
@@ -35,6 +35,7 @@
 //! ```
 
 mod address;
+mod body;
 mod calls;
 mod connection;
 mod context;

@@ -57,7 +57,7 @@ impl Pool {
     }
 
     /// Sends a request whose address begins with this pool's, and returns the answer once its head is there.
-    pub(crate) async fn send(self: &Arc<Self>, request: Request<Bytes>) -> io::Result<Response<Body>> {
+    pub(crate) async fn send(self: &Arc<Self>, request: Request<Vec<Bytes>>) -> io::Result<Response<Body>> {
         let (parts, body) = request.into_parts();
         let path = parts.uri.path_and_query().map_or("/", |path| path.as_str());
         let mut head = self.head(parts.method.as_str(), path.strip_prefix(&*self.prefix).unwrap_or(path));
@@ -65,10 +65,11 @@ impl Pool {
             put_header(&mut head, name.as_str(), value.as_bytes());
         }
         if parts.method != Method::GET {
-            put_header(&mut head, "content-length", body.len().to_string().as_bytes());
+            let len: usize = body.iter().map(Bytes::len).sum();
+            put_header(&mut head, "content-length", len.to_string().as_bytes());
         }
         head.extend_from_slice(b"\r\n");
-        let (head, body) = self.exchange(&head, &[body]).await?;
+        let (head, body) = self.exchange(&head, &body).await?;
         let mut answer = Response::new(body);
         *answer.status_mut() = head.status().map_err(io::Error::other)?;
         *answer.headers_mut() = head.headers;

@@ -41,7 +41,7 @@ async fn serve(app: Router) -> Server {
 
 fn prep() -> PrepRecvRequest {
     PrepRecvRequest {
-        completion: CompletionRequest::new(Prompt::Tokens(vec![TokenId(1), TokenId(2)])),
+        completion: CompletionRequest::new(Prompt::Tokens(vec![TokenId(1), TokenId(2)].into())),
         call: CallOptions { seq_id: Some(SeqId::from("k")), ..CallOptions::default() },
         end: 1,
         commit: false,

@@ -7,7 +7,9 @@
 
 use serde_json::{Map, Value};
 
-use crate::ApiError;
+use crate::body::{Body, PROMPT};
+use crate::openai::Prompt;
+use crate::{ApiError, TokenId};
 
 /// Integers with a magnitude below this are exact in an `f64`.
 const EXACT: f64 = 9_007_199_254_740_992.0;
@@ -16,6 +18,8 @@ const EXACT: f64 = 9_007_199_254_740_992.0;
 #[derive(Clone, Debug)]
 pub struct Fields {
     map: Map<String, Value>,
+    /// The field `prompt`, if it is a list of token ids; it is not in `map` then.
+    prompt: Option<Vec<TokenId>>,
     prefix: String,
 }
 
@@ -26,8 +30,8 @@ impl Fields {
     /// 422 if `body` is not that.
     pub fn parse(body: &[u8]) -> Result<Self, ApiError> {
         match serde_json::from_slice(body) {
-            Ok(Value::Object(map)) => Ok(Self { map, prefix: String::new() }),
-            Ok(other) => Err(ApiError::unprocessable(format!(
+            Ok(Body::Object { map, prompt }) => Ok(Self { map, prompt, prefix: String::new() }),
+            Ok(Body::Other(other)) => Err(ApiError::unprocessable(format!(
                 "the body is {}, must be a JSON object",
                 name_of(&other)
             ))),
@@ -38,7 +42,7 @@ impl Fields {
     /// Wraps an object that was found at `path` of a body; the path goes before the names in errors.
     #[must_use]
     pub fn nested(map: Map<String, Value>, path: &str) -> Self {
-        Self { map, prefix: format!("{path}.") }
+        Self { map, prompt: None, prefix: format!("{path}.") }
     }
 
     /// Returns the full name of a field, as errors call it.
@@ -50,13 +54,36 @@ impl Fields {
     /// Says whether the field is there and not null, without taking it.
     #[must_use]
     pub fn has(&self, name: &str) -> bool {
-        self.map.get(name).is_some_and(|value| !value.is_null())
+        self.map.get(name).is_some_and(|value| !value.is_null()) || self.is_prompt(name)
     }
 
     /// Says whether the field is there, null or not, without taking it.
     #[must_use]
     pub fn contains(&self, name: &str) -> bool {
-        self.map.contains_key(name)
+        self.map.contains_key(name) || self.is_prompt(name)
+    }
+
+    fn is_prompt(&self, name: &str) -> bool {
+        name == PROMPT && self.prompt.is_some()
+    }
+
+    /// Takes the field `prompt`, which must be there.
+    ///
+    /// # Errors
+    /// 422 if it is absent or null, and as [`Prompt::from_value`].
+    pub fn prompt(&mut self) -> Result<Prompt, ApiError> {
+        match self.prompt.take() {
+            Some(ids) => Prompt::Tokens(ids.into()).checked(),
+            None => Prompt::from_value(self.require(PROMPT)?),
+        }
+    }
+
+    /// Puts a prompt among the other fields, for those who want no more of it than that.
+    fn flatten(&mut self) {
+        if let Some(ids) = self.prompt.take() {
+            let ids = ids.into_iter().map(|id| id.0.into()).collect();
+            self.map.insert(PROMPT.to_owned(), Value::Array(ids));
+        }
     }
 
     /// Refuses whatever has not been taken; `of` says what it would be a field of.
@@ -64,7 +91,7 @@ impl Fields {
     /// # Errors
     /// 400 naming the first.
     pub fn refuse_rest(&self, of: &str) -> Result<(), ApiError> {
-        match self.map.keys().next() {
+        match self.map.keys().map(String::as_str).next().or(self.prompt.as_ref().map(|_| PROMPT)) {
             None => Ok(()),
             Some(name) => {
                 let path = self.path(name);
@@ -75,6 +102,9 @@ impl Fields {
 
     /// Takes a field as it is; `None` if absent or null.
     pub fn take(&mut self, name: &str) -> Option<Value> {
+        if name == PROMPT {
+            self.flatten();
+        }
         self.map.remove(name).filter(|value| !value.is_null())
     }
 
@@ -210,7 +240,8 @@ impl Fields {
 
     /// Takes what is left, in the order it came.
     #[must_use]
-    pub fn rest(self) -> Map<String, Value> {
+    pub fn rest(mut self) -> Map<String, Value> {
+        self.flatten();
         self.map
     }
 

@@ -28,6 +28,7 @@
 //! ```
 
 mod addr;
+mod body;
 mod cluster_key;
 mod error;
 mod ids;
@@ -41,6 +42,7 @@ mod range;
 mod relay;
 mod sampling;
 mod sse;
+mod token_ids;
 
 pub use addr::{AddrError, KvAddrInfo, addr_from_text, addr_to_text, prompt_digest};
 pub use cluster_key::{ClusterKey, ShortKey};
@@ -68,3 +70,4 @@ pub use range::KvRange;
 pub use relay::{RELAY_HEADER, RelayCutter, RelayError, RelayPart, RelayUsage, relay_end_mark, relay_mark};
 pub use sampling::{FinishReason, SamplingParams, TokenLogprob};
 pub use sse::{SSE_DONE, SseError, SseEvent, SseParser, sse_event};
+pub use token_ids::TokenIds;

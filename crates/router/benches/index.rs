@@ -22,7 +22,7 @@ fn tokens(number: u32, num_pages: u32) -> Vec<TokenId> {
 
 fn request(number: u32, num_pages: u32) -> Request {
     let tokens = tokens(number, num_pages);
-    let completion = CompletionRequest::new(Prompt::Tokens(tokens.clone()));
+    let completion = CompletionRequest::new(Prompt::Tokens(tokens.clone().into()));
     let params = completion.generation(0).expect("a plain request");
     Request::new(SeqId::new(format!("r{number}")), &completion, params, tokens)
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use microserving_client::CallContext;
-use microserving_protocol::{ApiError, Attempt, CompletionRequest, Prompt, SeqId, TokenId};
+use microserving_protocol::{ApiError, Attempt, CompletionRequest, Prompt, SeqId, TokenId, TokenIds};
 use serde::Serialize;
 use tracing::info;
 
@@ -82,7 +82,7 @@ impl RouterService {
             let message = format!("the context has {} tokens, a page has {page}", context.tokens.len());
             return Err(ApiError::bad_request("prompt", message).into());
         }
-        let tokens = context.tokens[..whole].to_vec();
+        let tokens = TokenIds::from(&context.tokens[..whole]);
         let completion = CompletionRequest {
             model: context.model,
             cache_salt: context.cache_salt,

@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use microserving_client::CallContext;
 use microserving_protocol::{ApiError, ChatMessage, ModelCard, TokenId};
@@ -12,8 +13,10 @@ use tokio::sync::OnceCell;
 
 use crate::{Cluster, Error};
 
-/// Texts from this length on are tokenised on a thread of their own.
-const LONG_TEXT_BYTES: usize = 1024;
+/// Texts below this length are tokenised where they are, whatever the tokenizer.
+const SHORT_TEXT_BYTES: usize = 1024;
+/// So are those that take no longer than this: about ten times what a change of threads costs, and nothing that another request would notice.
+const QUICK: Duration = Duration::from_micros(100);
 
 /// Turns prompts into tokens, exactly as the model's engines do.
 pub trait PromptCodec: Send + Sync + fmt::Debug {
@@ -76,19 +79,73 @@ fn text_error(error: &TextError, field: &str) -> ApiError {
     ApiError::bad_request(error.field().unwrap_or(field), error.to_string())
 }
 
+/// A codec, and how fast it has been.
+#[derive(Clone, Debug)]
+pub(crate) struct Codec {
+    codec: Arc<dyn PromptCodec>,
+    pace: Arc<Pace>,
+}
+
+impl Codec {
+    fn new(codec: Arc<dyn PromptCodec>) -> Self {
+        Self { codec, pace: Arc::default() }
+    }
+
+    /// Does work that grows with `num_bytes`, off the worker threads if it will take long.
+    async fn work<T: Send + 'static>(
+        self,
+        num_bytes: usize,
+        work: impl FnOnce(&dyn PromptCodec) -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        if num_bytes < SHORT_TEXT_BYTES {
+            return work(&*self.codec);
+        }
+        let is_quick = self.pace.is_quick(num_bytes);
+        let timed = move || {
+            let began = Instant::now();
+            let outcome = work(&*self.codec);
+            self.pace.note(num_bytes, began.elapsed());
+            outcome
+        };
+        if is_quick { timed() } else { off_thread(timed).await }
+    }
+}
+
+/// What a byte of text takes, as learned from texts that were long enough to tell.
+#[derive(Debug, Default)]
+struct Pace {
+    /// 0 until something is known.
+    picoseconds: AtomicU64,
+}
+
+impl Pace {
+    fn is_quick(&self, num_bytes: usize) -> bool {
+        let pace = u128::from(self.picoseconds.load(Ordering::Relaxed));
+        pace > 0 && pace * num_bytes as u128 <= QUICK.as_nanos() * 1000
+    }
+
+    /// Takes a measurement in, by an eighth; one that is lost to another thread's does no harm.
+    fn note(&self, num_bytes: usize, took: Duration) {
+        let new = u64::try_from(took.as_nanos() * 1000 / num_bytes.max(1) as u128).unwrap_or(u64::MAX).max(1);
+        let before = self.picoseconds.load(Ordering::Relaxed);
+        let pace = if before == 0 { new } else { before - before / 8 + new / 8 };
+        self.picoseconds.store(pace.max(1), Ordering::Relaxed);
+    }
+}
+
 /// The codecs of the models served: a given one for all, or each model's own, fetched from an engine when it is first wanted.
 #[derive(Debug, Default)]
 pub(crate) struct Codecs {
-    given: Option<Arc<dyn PromptCodec>>,
+    given: Option<Codec>,
     fetched: Mutex<HashMap<String, Arc<CodecCell>>>,
 }
 
 /// One model's codec: whoever finds it empty fetches, the others wait for this cell and no other.
-type CodecCell = OnceCell<Arc<dyn PromptCodec>>;
+type CodecCell = OnceCell<Codec>;
 
 impl Codecs {
     pub(crate) fn new(given: Option<Arc<dyn PromptCodec>>) -> Self {
-        Self { given, ..Self::default() }
+        Self { given: given.map(Codec::new), ..Self::default() }
     }
 
     /// Says whether one codec was given for all models.
@@ -97,12 +154,7 @@ impl Codecs {
     }
 
     /// Returns a model's codec. While one request fetches it, the others wait for it.
-    pub(crate) async fn get(
-        &self,
-        cluster: &Cluster,
-        cx: &CallContext,
-        model: &str,
-    ) -> Result<Arc<dyn PromptCodec>, Error> {
+    pub(crate) async fn get(&self, cluster: &Cluster, cx: &CallContext, model: &str) -> Result<Codec, Error> {
         if let Some(codec) = &self.given {
             return Ok(codec.clone());
         }
@@ -114,7 +166,7 @@ impl Codecs {
     }
 }
 
-async fn fetch(cluster: &Cluster, cx: &CallContext, model: &str) -> Result<Arc<dyn PromptCodec>, Error> {
+async fn fetch(cluster: &Cluster, cx: &CallContext, model: &str) -> Result<Codec, Error> {
     let mut last = Error::NoEngine { job: "give its tokenizer" };
     let mut engines = cluster.decoders(Some(model));
     engines.extend(cluster.prefillers(Some(model)));
@@ -139,7 +191,7 @@ async fn fetch(cluster: &Cluster, cx: &CallContext, model: &str) -> Result<Arc<d
                     ApiError::new(502, format!("the tokenizer of {} cannot be used: {reason}", engine.name()))
                 })?;
                 tracing::info!(engine = engine.name(), model = %model.name, "tokenizer fetched");
-                return Ok(Arc::new(model));
+                return Ok(Codec::new(Arc::new(model)));
             }
             Err(source) => last = Error::Call { call: "tokenizer", source },
         }
@@ -147,32 +199,26 @@ async fn fetch(cluster: &Cluster, cx: &CallContext, model: &str) -> Result<Arc<d
     Err(last)
 }
 
-/// Encodes, off the worker threads if it is long.
+/// Encodes, off the worker threads if that takes long.
 pub(crate) async fn encode(
-    codec: Arc<dyn PromptCodec>,
+    codec: Codec,
     model: &ModelCard,
     text: String,
     special: bool,
 ) -> Result<Vec<TokenId>, ApiError> {
-    check_length(&*codec, model, "prompt", text.len())?;
-    if text.len() < LONG_TEXT_BYTES {
-        return codec.encode(&text, special);
-    }
-    off_thread(move || codec.encode(&text, special)).await
+    check_length(&*codec.codec, model, "prompt", text.len())?;
+    codec.work(text.len(), move |codec| codec.encode(&text, special)).await
 }
 
-/// Encodes a conversation, off the worker threads if it is long.
+/// Encodes a conversation, off the worker threads if that takes long.
 pub(crate) async fn encode_chat(
-    codec: Arc<dyn PromptCodec>,
+    codec: Codec,
     model: &ModelCard,
     messages: Vec<ChatMessage>,
 ) -> Result<Vec<TokenId>, ApiError> {
     let num_bytes = messages.iter().map(|message| message.content.len()).sum();
-    check_length(&*codec, model, "messages", num_bytes)?;
-    if num_bytes < LONG_TEXT_BYTES {
-        return codec.encode_chat(&messages);
-    }
-    off_thread(move || codec.encode_chat(&messages)).await
+    check_length(&*codec.codec, model, "messages", num_bytes)?;
+    codec.work(num_bytes, move |codec| codec.encode_chat(&messages)).await
 }
 
 /// Refuses a text that cannot fit the model's context however it is cut.
@@ -192,11 +238,11 @@ fn check_length(
 }
 
 /// Decodes, off the worker threads if it is long.
-pub(crate) async fn decode(codec: Arc<dyn PromptCodec>, tokens: Vec<TokenId>) -> Result<String, ApiError> {
-    if tokens.len() < LONG_TEXT_BYTES {
-        return codec.decode(&tokens);
+pub(crate) async fn decode(codec: Codec, tokens: Vec<TokenId>) -> Result<String, ApiError> {
+    if tokens.len() < SHORT_TEXT_BYTES {
+        return codec.codec.decode(&tokens);
     }
-    off_thread(move || codec.decode(&tokens)).await
+    off_thread(move || codec.codec.decode(&tokens)).await
 }
 
 /// Runs long work on a thread of its own.
@@ -206,5 +252,24 @@ pub(crate) async fn off_thread<T: Send + 'static>(
     match tokio::task::spawn_blocking(work).await {
         Ok(outcome) => outcome,
         Err(error) => Err(ApiError::internal(format!("a blocking task failed: {error}"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pace_is_learned_and_follows() {
+        let pace = Pace::default();
+        assert!(!pace.is_quick(SHORT_TEXT_BYTES), "nothing is known yet");
+        pace.note(1000, Duration::from_micros(1));
+        assert!(pace.is_quick(100_000) && !pace.is_quick(101_000));
+        for _ in 0..100 {
+            pace.note(1000, Duration::from_millis(1));
+        }
+        assert!(!pace.is_quick(1000));
+        pace.note(1, Duration::ZERO);
+        pace.note(0, Duration::MAX);
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use axum::http::HeaderMap;
 use microserving_client::{EngineKind, Written};
 use microserving_protocol::{
-    ApiError, CompletionRequest, GenerationParams, Prompt, SeqId, StreamOptions, TokenId,
+    ApiError, CompletionRequest, GenerationParams, Prompt, SeqId, StreamOptions, TokenId, TokenIds,
 };
 
 use crate::client_headers::ClientHeaders;
@@ -16,7 +16,7 @@ use crate::pages::{Chains, Pages};
 pub struct Request {
     seq_id: SeqId,
     model: Option<String>,
-    tokens: Arc<[TokenId]>,
+    tokens: TokenIds,
     params: GenerationParams,
     completion: CompletionRequest,
     headers: ClientHeaders,
@@ -45,8 +45,9 @@ impl Request {
         seq_id: SeqId,
         completion: &CompletionRequest,
         params: GenerationParams,
-        tokens: Vec<TokenId>,
+        tokens: impl Into<TokenIds>,
     ) -> Self {
+        let tokens = tokens.into();
         let body = CompletionRequest {
             model: completion.model.clone(),
             prompt: Prompt::Tokens(tokens.clone()),
@@ -63,7 +64,7 @@ impl Request {
         Self {
             seq_id,
             model: completion.model.clone(),
-            tokens: tokens.into(),
+            tokens,
             params,
             completion: body,
             headers: ClientHeaders::default(),
@@ -148,6 +149,7 @@ impl Request {
         let prompt_len = self.prompt_len();
         let mut tokens = self.tokens[..prompt_len as usize].to_vec();
         tokens.extend_from_slice(output);
+        let tokens = TokenIds::from(tokens);
         let alone = self.params.n == 1 && self.choice_index.is_none();
         let choice_index = if alone { None } else { Some(self.choice_index.unwrap_or(choice)) };
         let seq_id = match choice_index {
@@ -165,7 +167,7 @@ impl Request {
                 ..self.completion.clone()
             },
             params: GenerationParams { n: 1, ..self.params.clone() },
-            tokens: tokens.into(),
+            tokens,
             headers: self.headers.clone(),
             // What its client wrote says nothing of the output.
             written: None,
@@ -178,11 +180,12 @@ impl Request {
 
     /// Makes a request of another name for moving the KV of `tokens`, which is no request of a client.
     pub(crate) fn copying(&self, name: &str, tokens: &[TokenId]) -> Self {
+        let tokens = TokenIds::from(tokens);
         Self {
             seq_id: SeqId::from(name),
-            tokens: tokens.into(),
+            tokens: tokens.clone(),
             completion: CompletionRequest {
-                prompt: Prompt::Tokens(tokens.to_vec()),
+                prompt: Prompt::Tokens(tokens),
                 model: self.model.clone(),
                 cache_salt: self.completion.cache_salt.clone(),
                 priority: self.completion.priority,
@@ -303,7 +306,7 @@ fn chunks(written: &Written) -> Vec<TokenId> {
     match written {
         Written::Completion(completion) => match &completion.prompt {
             Prompt::Text(prompt) => text.push_str(prompt),
-            Prompt::Tokens(tokens) => return tokens.clone(),
+            Prompt::Tokens(tokens) => return tokens.to_vec(),
         },
         Written::Chat(chat) => {
             for message in &chat.messages {
@@ -352,7 +355,7 @@ mod tests {
             n,
             max_tokens: Some(8),
             echo: true,
-            ..CompletionRequest::new(Prompt::Tokens(vec![TokenId(1), TokenId(2)]))
+            ..CompletionRequest::new(Prompt::Tokens(vec![TokenId(1), TokenId(2)].into()))
         };
         let params = completion.generation(7).expect("within bounds");
         Request::new(SeqId::from("r"), &completion, params, vec![TokenId(1), TokenId(2)])

@@ -16,7 +16,7 @@ const LONG_TEXT_BYTES: usize = 1024;
 /// 400 naming `prompt`.
 pub(crate) async fn tokens(app: &Arc<App>, prompt: Prompt) -> Result<Arc<[TokenId]>, ApiError> {
     let tokens = match prompt {
-        Prompt::Tokens(tokens) => tokens,
+        Prompt::Tokens(tokens) => tokens.into_vec(),
         Prompt::Text(text) => encode(app, text, true).await?,
     };
     checked(app, tokens)

@@ -7,11 +7,13 @@ use microserving_protocol::TokenId;
 use crate::error::TextError;
 use crate::gguf::GgufVocab;
 use crate::token_table::{LeadingSpace, TokenKind, TokenTable};
+use segments::Segments;
 
 mod byte_level;
 mod ggml_bpe;
 mod hf;
 mod pre;
+mod segments;
 mod special;
 mod spm;
 mod toy;
@@ -25,6 +27,8 @@ const NORMALISER_SLACK: usize = 4;
 /// system: that is how a rendered chat template reaches the model.
 pub struct Tokenizer {
     encoder: Encoder,
+    /// The tokens of texts seen lately, if the encoder is of a kind for which they can be put together.
+    segments: Option<Segments>,
     table: TokenTable,
     leading: LeadingSpace,
     bos: Option<TokenId>,
@@ -33,8 +37,8 @@ pub struct Tokenizer {
 
 /// What the kinds of vocabularies do differently.
 enum Encoder {
-    /// The `tokenizers` library, whose post-processor knows what to put around a text.
-    Hf(Box<tokenizers::Tokenizer>),
+    /// The `tokenizers` library, whose post-processor knows what to put around a text, and so do we if it is one token on either side.
+    Hf { model: Box<tokenizers::Tokenizer>, around: Option<Around> },
     /// The same library as a model only, with the tokens to put around a text.
     Bpe { model: Box<tokenizers::Tokenizer>, around: Around },
     /// SentencePiece by scores.
@@ -44,7 +48,7 @@ enum Encoder {
 }
 
 /// The tokens put in front of and behind a prompt.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Around {
     bos: Option<TokenId>,
     eos: Option<TokenId>,
@@ -99,8 +103,10 @@ impl Tokenizer {
     /// [`TextError::Encode`] if the tokenizer gives up.
     pub fn encode(&self, text: &str) -> Result<Vec<TokenId>, TextError> {
         match &self.encoder {
-            Encoder::Hf(model) => hf::encode(model, text, true),
-            Encoder::Bpe { around, .. } | Encoder::Spm { around, .. } => {
+            Encoder::Hf { model, around: None } => hf::encode(model, text, true),
+            Encoder::Hf { around: Some(around), .. }
+            | Encoder::Bpe { around, .. }
+            | Encoder::Spm { around, .. } => {
                 let body = self.encode_bare(text)?;
                 Ok(around.bos.into_iter().chain(body).chain(around.eos).collect())
             }
@@ -115,7 +121,11 @@ impl Tokenizer {
     /// [`TextError::Encode`] if the tokenizer gives up.
     pub fn encode_bare(&self, text: &str) -> Result<Vec<TokenId>, TextError> {
         match &self.encoder {
-            Encoder::Hf(model) | Encoder::Bpe { model, .. } => hf::encode(model, text, false),
+            Encoder::Hf { model, .. } | Encoder::Bpe { model, .. } => {
+                let encode = |text: &str| hf::encode(model, text, false);
+                let known = self.segments.as_ref().and_then(|segments| segments.encode(text, encode));
+                known.unwrap_or_else(|| encode(text))
+            }
             Encoder::Spm { model, .. } => model.encode(text),
             Encoder::ToyBytes => Ok(toy::encode(text)),
         }
@@ -198,7 +208,7 @@ impl Tokenizer {
     #[must_use]
     pub fn special_id(&self, name: &str) -> Option<TokenId> {
         match &self.encoder {
-            Encoder::Hf(model) | Encoder::Bpe { model, .. } => model.token_to_id(name).map(TokenId),
+            Encoder::Hf { model, .. } | Encoder::Bpe { model, .. } => model.token_to_id(name).map(TokenId),
             Encoder::Spm { model, .. } => model.special_id(name),
             Encoder::ToyBytes => toy::special_id(name),
         }
@@ -216,7 +226,7 @@ impl Tokenizer {
 impl fmt::Debug for Tokenizer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = match self.encoder {
-            Encoder::Hf(_) => "tokenizer.json",
+            Encoder::Hf { .. } => "tokenizer.json",
             Encoder::Bpe { .. } => "gguf gpt2",
             Encoder::Spm { .. } => "gguf llama",
             Encoder::ToyBytes => "toy-bytes",

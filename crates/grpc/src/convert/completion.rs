@@ -107,7 +107,7 @@ impl TryFrom<wire::CompletionRequest> for CompletionRequest {
         } = message;
         let prompt = match prompt {
             Some(wire::completion_request::Prompt::Text(text)) => Prompt::Text(text),
-            Some(wire::completion_request::Prompt::Tokens(list)) => Prompt::Tokens(tokens(list.ids)),
+            Some(wire::completion_request::Prompt::Tokens(list)) => Prompt::Tokens(tokens(list.ids).into()),
             None => return Err(ApiError::unprocessable("prompt is missing").with_param("prompt")),
         };
         Ok(Self {

@@ -30,7 +30,10 @@ fn tokens() -> impl Strategy<Value = Vec<TokenId>> {
 }
 
 fn prompt() -> impl Strategy<Value = Prompt> {
-    prop_oneof![tokens().prop_map(Prompt::Tokens), "[a-zü]{1,8}".prop_map(Prompt::Text)]
+    prop_oneof![
+        tokens().prop_map(|tokens| Prompt::Tokens(tokens.into())),
+        "[a-zü]{1,8}".prop_map(Prompt::Text)
+    ]
 }
 
 fn format() -> impl Strategy<Value = ResponseFormat> {

@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::parts::{DebugConfig, ResponseFormat, StreamOptions};
 use super::{CompletionLogprobs, ServingStats, Usage};
 use crate::lax::{self, Fields};
-use crate::{ApiError, FinishReason, TokenId};
+use crate::{ApiError, FinishReason, TokenId, TokenIds};
 
 /// Parameters of other servers that we know and do not implement; asking for one is an error, never ignored.
 const NOT_IMPLEMENTED: &[&str] = &[
@@ -40,12 +40,12 @@ pub enum Prompt {
     /// Text, yet to be turned into tokens.
     Text(String),
     /// Tokens.
-    Tokens(Vec<TokenId>),
+    Tokens(TokenIds),
 }
 
 impl Default for Prompt {
     fn default() -> Self {
-        Self::Tokens(Vec::new())
+        Self::Tokens(TokenIds::default())
     }
 }
 
@@ -71,7 +71,7 @@ impl Prompt {
                     }
                     return Self::read(items.remove(0), false);
                 }
-                Self::Tokens(token_ids("prompt", &items)?)
+                Self::Tokens(token_ids("prompt", &items)?.into())
             }
             other => {
                 return Err(ApiError::unprocessable(format!(
@@ -233,7 +233,7 @@ impl CompletionRequest {
     /// # Errors
     /// As [`CompletionRequest::from_json`].
     pub fn from_fields(fields: &mut Fields) -> Result<Self, ApiError> {
-        let prompt = Prompt::from_value(fields.require("prompt")?)?;
+        let prompt = fields.prompt()?;
         let mut request = Self::common(fields)?;
         request.prompt = prompt;
         request.echo = fields.flag("echo")?;

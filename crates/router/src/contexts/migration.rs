@@ -7,7 +7,7 @@ use std::time::Duration;
 use futures::StreamExt as _;
 use futures::stream::FuturesUnordered;
 use microserving_client::{CallContext, EngineKind};
-use microserving_protocol::{Attempt, CompletionRequest, Prompt, SeqId};
+use microserving_protocol::{Attempt, CompletionRequest, Prompt, SeqId, TokenIds};
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -68,7 +68,7 @@ pub(crate) async fn migrate(shared: Shared, contexts: Contexts, name: String, st
 
 /// Makes the request that a context is copied by.
 fn request(name: String, context: &Context) -> Result<Request, Error> {
-    let tokens = context.tokens.to_vec();
+    let tokens = TokenIds::from(&context.tokens[..]);
     let completion = CompletionRequest {
         model: context.model.as_deref().map(str::to_owned),
         cache_salt: (!context.salt.is_empty()).then(|| context.salt.to_string()),

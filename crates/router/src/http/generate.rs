@@ -11,7 +11,7 @@ use axum::response::Response;
 use microserving_client::{CallContext, Door, Written};
 use microserving_protocol::{
     ApiError, CallOptions, ChatCompletionRequest, CompletionRequest, Fields, ModelCard, Prompt, SeqId,
-    TokenId,
+    TokenIds,
 };
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
@@ -110,7 +110,7 @@ pub(super) struct Read {
     completion: CompletionRequest,
     model: ModelCard,
     /// Empty if no engine of the model has a tokenizer that we know: then `written` is there.
-    tokens: Vec<TokenId>,
+    tokens: TokenIds,
     written: Option<Written>,
     /// The prompt's own text, if the client sent text.
     text: Option<String>,
@@ -208,10 +208,10 @@ pub(super) async fn read(service: &RouterService, call: &CallContext, asked: Ask
             let written = needs.written.then(|| Written::Completion(completion.clone()));
             let (tokens, text) = match &completion.prompt {
                 Prompt::Tokens(tokens) => (tokens.clone(), None),
-                Prompt::Text(text) if !needs.tokens => (Vec::new(), Some(text.clone())),
+                Prompt::Text(text) if !needs.tokens => (TokenIds::default(), Some(text.clone())),
                 Prompt::Text(text) => {
                     let codec = service.codecs.get(service.cluster(), call, &model.id).await?;
-                    (prompt::encode(codec, &model, text.clone(), true).await?, Some(text.clone()))
+                    (prompt::encode(codec, &model, text.clone(), true).await?.into(), Some(text.clone()))
                 }
             };
             Ok(Read { completion, model, tokens, written, text })
@@ -223,9 +223,9 @@ pub(super) async fn read(service: &RouterService, call: &CallContext, asked: Ask
             let written = needs.written.then(|| Written::Chat(chat.clone()));
             let tokens = if needs.tokens {
                 let codec = service.codecs.get(service.cluster(), call, &model.id).await?;
-                prompt::encode_chat(codec, &model, chat.messages).await?
+                prompt::encode_chat(codec, &model, chat.messages).await?.into()
             } else {
-                Vec::new()
+                TokenIds::default()
             };
             Ok(Read { completion: chat.rest, model, tokens, written, text: None })
         }

@@ -17,7 +17,8 @@ use serde_json::json;
 
 use super::headers;
 use super::respond::{Failure, WholeBody};
-use crate::{PromptCodec, RouterService, prompt};
+use crate::RouterService;
+use crate::prompt::{self, Codec};
 
 /// How long fetching a tokenizer may take.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -62,7 +63,7 @@ async fn codec(
     service: &RouterService,
     headers: &HeaderMap,
     model: Option<&str>,
-) -> Result<(ModelCard, Arc<dyn PromptCodec>), Failure> {
+) -> Result<(ModelCard, Codec), Failure> {
     let model = service.model(model)?;
     let cx = CallContext { traceparent: headers::traceparent(headers), ..CallContext::within(PATIENCE) };
     let codec = service.codecs.get(service.cluster(), &cx, &model.id).await?;

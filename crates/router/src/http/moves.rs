@@ -34,7 +34,7 @@ pub(crate) async fn context(
     WholeBody(body): WholeBody,
 ) -> Result<Json<MovedContext>, Failure> {
     let mut fields = Fields::parse(&body)?;
-    let prompt = Prompt::from_value(fields.require("prompt")?)?;
+    let prompt = fields.prompt()?;
     let model = fields.opt_string("model")?;
     let cache_salt = fields.opt_string("cache_salt")?;
     let from = fields.opt_string("from")?;
@@ -42,7 +42,7 @@ pub(crate) async fn context(
     refuse_others(fields, "a context")?;
     let model = service.model(model.as_deref())?;
     let tokens = match prompt {
-        Prompt::Tokens(tokens) => tokens,
+        Prompt::Tokens(tokens) => tokens.into_vec(),
         Prompt::Text(text) => {
             let call = CallContext::within(service.request_timeout);
             let codec = service.codecs.get(service.cluster(), &call, &model.id).await?;

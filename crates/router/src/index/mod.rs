@@ -161,8 +161,8 @@ impl PrefixIndex {
         inner.routed.turn(now);
         let Some(&slot) = inner.slots.get(&engine) else { return };
         // From the end: what the engine has reported need not be believed as well, and what is before that it has reported too.
-        for depth in (0..num_pages).rev() {
-            let Some(hash) = page(depth) else { continue };
+        for pages in held::samples(num_pages) {
+            let Some(hash) = page(pages - 1) else { continue };
             if inner.reported.holds(slot, hash) {
                 break;
             }
@@ -178,16 +178,7 @@ impl PrefixIndex {
             self.write().routed.turn(now);
         }
         let inner = self.read();
-        let [young, old] = inner.routed.tables();
-        let mut tables = [&inner.reported; 3];
-        let mut count = 0;
-        for table in [&inner.reported, young, old] {
-            if !table.is_empty() {
-                tables[count] = table;
-                count += 1;
-            }
-        }
-        let steps = walk(&tables[..count], page);
+        let steps = walk(&inner.reported, &inner.routed, page);
         HeldPrefixes { inner, steps }
     }
 

@@ -109,7 +109,8 @@ impl PageTable {
 
     /// Says whether an engine holds a page.
     pub(super) fn holds(&self, slot: Slot, page: PageHash) -> bool {
-        self.find(page).is_some_and(|id| self.entry(id).holders.contains(slot))
+        self.logs.get(usize::from(slot)).is_some_and(|log| log.live > 0)
+            && self.find(page).is_some_and(|id| self.entry(id).holders.contains(slot))
     }
 
     /// Notes that an engine holds a page, in place of one of little use if there is no more room.
@@ -226,6 +227,10 @@ impl PageTable {
     }
 
     fn find(&self, page: PageHash) -> Option<u32> {
+        // The heads of a table that is not used are not in any cache, and are best left alone.
+        if self.is_empty() {
+            return None;
+        }
         let page = halves(page);
         let mut id = self.heads[self.head(page)];
         while id != NONE {

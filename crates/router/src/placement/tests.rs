@@ -24,7 +24,7 @@ fn engine(number: u32) -> Arc<Engine> {
 
 fn request(number: u32, len: u32) -> Request {
     let tokens: Vec<_> = (0..len).map(|at| TokenId(number.wrapping_mul(7919).wrapping_add(at))).collect();
-    let completion = CompletionRequest::new(Prompt::Tokens(tokens.clone()));
+    let completion = CompletionRequest::new(Prompt::Tokens(tokens.clone().into()));
     let params: GenerationParams = completion.generation(0).expect("a plain request");
     Request::new(SeqId::new(format!("r{number}")), &completion, params, tokens)
 }

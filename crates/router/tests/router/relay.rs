@@ -34,7 +34,7 @@ fn relaying(config: &mut RouterConfig) {
 }
 
 fn tokens(text: &str) -> Prompt {
-    Prompt::Tokens(text.chars().map(|letter| TokenId(letter.into())).collect())
+    Prompt::Tokens(text.chars().map(|letter| TokenId(letter.into())).collect::<Vec<_>>().into())
 }
 
 /// Reads a body as an engine does.

@@ -38,13 +38,13 @@ fn url(node: &Node) -> String {
 }
 
 fn completion(tokens: &[u32], max_tokens: i64) -> CompletionRequest {
-    let tokens = tokens.iter().copied().map(TokenId).collect();
+    let tokens: Vec<_> = tokens.iter().copied().map(TokenId).collect();
     CompletionRequest {
         max_tokens: Some(max_tokens),
         temperature: Some(0.0),
         ignore_eos: true,
         stream: true,
-        ..CompletionRequest::new(Prompt::Tokens(tokens))
+        ..CompletionRequest::new(Prompt::Tokens(tokens.into()))
     }
 }
 

@@ -256,7 +256,7 @@ fn http_request(request: &Request) -> axum::http::Request<Body> {
         stream_options: Some(StreamOptions { include_usage: true, ..StreamOptions::default() }),
         cache_salt: (!request.salt.is_empty()).then(|| request.salt.to_string()),
         return_token_ids: true,
-        ..CompletionRequest::new(Prompt::Tokens(request.prompt.to_vec()))
+        ..CompletionRequest::new(Prompt::Tokens(request.prompt.to_vec().into()))
     };
     let body = serde_json::to_vec(&completion).expect("a request of ours is JSON");
     let pattern = match request.pattern {

@@ -178,7 +178,7 @@ async fn client(app: Router, arrival: Instant, prompt: Vec<TokenId>, output: u32
         temperature: Some(0.0),
         stream: true,
         stream_options: Some(StreamOptions { include_usage: true, ..StreamOptions::default() }),
-        ..CompletionRequest::new(Prompt::Tokens(prompt))
+        ..CompletionRequest::new(Prompt::Tokens(prompt.into()))
     };
     let body = serde_json::to_vec(&completion).expect("a request of ours is JSON");
     let request = axum::http::Request::post("/v1/completions")

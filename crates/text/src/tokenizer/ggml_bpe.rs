@@ -13,6 +13,7 @@ use tokenizers::{AddedToken, SplitDelimiterBehavior};
 
 use super::byte_level::ByteLevel;
 use super::pre::PreTokenizer;
+use super::segments::{Segments, is_cut_inside};
 use super::{Around, Encoder, Tokenizer};
 use crate::error::TextError;
 use crate::gguf::{GgufTokenType, GgufVocab};
@@ -48,6 +49,7 @@ pub(super) fn build(vocab: &GgufVocab) -> Result<Tokenizer, TextError> {
         });
     }
     added.retain(|token| !token.content.is_empty());
+    let in_pieces = !added.iter().any(|token| is_cut_inside(&token.content));
     model.add_tokens(added).map_err(|error| TextError::malformed("tokenizer.ggml.tokens", error))?;
 
     let around = Around {
@@ -56,6 +58,7 @@ pub(super) fn build(vocab: &GgufVocab) -> Result<Tokenizer, TextError> {
     };
     Ok(Tokenizer {
         encoder: Encoder::Bpe { model: Box::new(model), around },
+        segments: in_pieces.then(Segments::new),
         table: TokenTable::new(entries),
         leading: LeadingSpace::Keep,
         bos: vocab.bos,

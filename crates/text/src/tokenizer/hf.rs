@@ -4,7 +4,8 @@ use microserving_protocol::TokenId;
 use serde_json::Value;
 
 use super::byte_level::ByteLevel;
-use super::{Encoder, Tokenizer};
+use super::segments::{Segments, is_cut_inside};
+use super::{Around, Encoder, Tokenizer, pre};
 use crate::error::TextError;
 use crate::token_table::{LeadingSpace, MAX_TOKENS, TokenKind, TokenTable};
 
@@ -13,6 +14,7 @@ pub(super) fn build(json: &str) -> Result<Tokenizer, TextError> {
         serde_json::from_str(json).map_err(|error| TextError::malformed("tokenizer.json", error))?;
     let rule = PieceRule::of(&document["decoder"])?;
     check_merges(&document["model"])?;
+    let in_pieces = encodes_in_pieces(&document);
     let mut model = tokenizers::Tokenizer::from_bytes(json.as_bytes())
         .map_err(|error| TextError::malformed("tokenizer.json", error))?;
     drop(document);
@@ -39,8 +41,10 @@ pub(super) fn build(json: &str) -> Result<Tokenizer, TextError> {
         };
         entries[*id as usize] = entry;
     }
+    let around = around(&model);
     Ok(Tokenizer {
-        encoder: Encoder::Hf(Box::new(model)),
+        encoder: Encoder::Hf { model: Box::new(model), around },
+        segments: in_pieces.then(Segments::new),
         table: TokenTable::new(entries),
         leading: rule.leading,
         bos: None,
@@ -57,6 +61,62 @@ pub(super) fn encode(
         .encode_fast(text, add_special_tokens)
         .map_err(|error| TextError::Encode { reason: error.to_string() })?;
     Ok(encoding.get_ids().iter().map(|&id| TokenId(id)).collect())
+}
+
+/// Finds out what the post-processor puts around a text, by what it puts around two of them; none if that is more than a token on either side.
+fn around(model: &tokenizers::Tokenizer) -> Option<Around> {
+    let found = |text: &str| {
+        let (bare, whole) = (encode(model, text, false).ok()?, encode(model, text, true).ok()?);
+        let extra = whole.len().checked_sub(bare.len())?;
+        (0..=extra.min(1)).find_map(|front| {
+            let (before, rest) = whole.split_at(front);
+            let behind = rest.strip_prefix(&*bare)?;
+            (behind.len() <= 1).then(|| Around { bos: before.first().copied(), eos: behind.first().copied() })
+        })
+    };
+    let (one, other) = (found("a")?, found("Two words\n")?);
+    (one == other).then_some(one)
+}
+
+/// Says whether pieces of a text have the tokens that the text has; see [`super::segments`].
+fn encodes_in_pieces(document: &Value) -> bool {
+    let normalizer = &document["normalizer"];
+    let model = &document["model"];
+    let added = document["added_tokens"].as_array().map_or(&[][..], Vec::as_slice);
+    let takes_part = |token: &Value| {
+        ["single_word", "lstrip", "rstrip"].iter().any(|flag| token[flag] == true)
+            || token["content"].as_str().is_none_or(is_cut_inside)
+    };
+    (normalizer.is_null() || normalizer["type"] == "NFC")
+        && model["type"] == "BPE"
+        && (model["dropout"].is_null() || model["dropout"] == 0.0)
+        && parts_words(&document["pre_tokenizer"])
+        && !added.iter().any(takes_part)
+}
+
+/// Says whether a pre-tokenizer ends words where texts are cut into pieces, and takes nothing across.
+fn parts_words(pre_tokenizer: &Value) -> bool {
+    let steps = match pre_tokenizer["type"].as_str() {
+        Some("Sequence") => pre_tokenizer["pretokenizers"].as_array().map_or(&[][..], Vec::as_slice),
+        _ => std::slice::from_ref(pre_tokenizer),
+    };
+    let pattern = |step: &Value, fits: fn(&str) -> bool| {
+        step["invert"] == false
+            && step["behavior"] == "Isolated"
+            && step["pattern"]["Regex"].as_str().is_some_and(fits)
+    };
+    let parts = |step: &Value| match step["type"].as_str() {
+        Some("ByteLevel") => step["use_regex"] != false,
+        Some("Split") => pattern(step, pre::parts_words),
+        _ => false,
+    };
+    let harms = |step: &Value| match step["type"].as_str() {
+        Some("ByteLevel") => step["add_prefix_space"] != false,
+        Some("Split") => !pattern(step, pre::leaves_words),
+        Some("Digits") => false,
+        _ => true,
+    };
+    steps.iter().any(parts) && !steps.iter().any(harms)
 }
 
 /// Checks that every merge of a BPE model names two tokens that together are one: the library takes that for

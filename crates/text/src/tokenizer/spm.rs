@@ -73,6 +73,7 @@ pub(super) fn build(vocab: &GgufVocab) -> Result<Tokenizer, TextError> {
     };
     Ok(Tokenizer {
         encoder: Encoder::Spm { model: Box::new(model), around },
+        segments: None,
         table: TokenTable::new(entries),
         leading: if prefix { LeadingSpace::Strip(1) } else { LeadingSpace::Keep },
         bos: vocab.bos,

@@ -2,6 +2,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use proptest::prelude::*;
+use serde_json::{Value, json};
 
 use super::*;
 use crate::bundle::TextBundle;
@@ -31,7 +32,7 @@ fn hf_json(decoder: &str) -> String {
         "normalizer": { "type": "Replace", "pattern": { "String": " " }, "content": "▁" },
         "pre_tokenizer": null,
         "post_processor": null,
-        "decoder": serde_json::from_str::<serde_json::Value>(decoder).unwrap(),
+        "decoder": serde_json::from_str::<Value>(decoder).unwrap(),
         "model": {
             "type": "BPE", "unk_token": "<unk>", "fuse_unk": true, "byte_fallback": true,
             "vocab": vocab, "merges": [["▁", "a"], ["a", "b"]],
@@ -137,6 +138,95 @@ fn byte_level_vocabularies_merge_inside_words_and_keep_special_tokens_whole() {
     assert_eq!(tokenizer.encode("12").unwrap(), ids(&[u32::from(b'1'), u32::from(b'2')]));
     assert_eq!(tokenizer.decode(&[the, end, the], Specials::Skip).unwrap(), " the the");
     assert_eq!(tokenizer.encode("").unwrap(), []);
+}
+
+/// Texts of what tokenizers treat differently, with many places where they can be cut.
+fn texts() -> impl Strategy<Value = String> {
+    let piece = prop_oneof![
+        4 => Just("the"), 4 => Just(" word"), 2 => Just("It's"), 2 => Just(" We'll"), 2 => Just("\n"), 1 => Just("\r\n "), 2 => Just(" "),
+        1 => Just("  "), 1 => Just("\t"), 2 => Just("1234"), 1 => Just(" 7"), 1 => Just(", "), 1 => Just("...\n\n"), 1 => Just("/"), 1 => Just("漢字"),
+        1 => Just("e\u{301}"), 1 => Just("\u{301}"), 1 => Just("ÄÖ"), 1 => Just("<|im_end|>"), 1 => Just("<|"), 1 => Just("🙂"), 1 => Just("$x_y")
+    ];
+    proptest::collection::vec(piece, 0..40).prop_map(|pieces| pieces.concat())
+}
+
+proptest! {
+    #[test]
+    fn pieces_of_a_text_have_its_tokens(text in texts()) {
+        let merges = ["t h", "th e", "Ġ w", "Ġw o", "r d", "Ġ t", "I t", "Ċ Ċ", "Ġ Ġ", "e Ġ", "Ġ Ċ"];
+        let names = [
+            "default", "gpt-2", "smollm", "llama-bpe", "qwen2", "stablelm2", "qwen35", "tekken", "gpt-4o", "deepseek-coder", "deepseek-v3",
+            "falcon", "seed-coder",
+        ];
+        for pre in names {
+            let tokenizer = Tokenizer::from_gguf(&byte_level_vocab(pre, &merges)).unwrap();
+            prop_assert!(tokenizer.segments.is_some(), "{}", pre);
+            let whole = tokenizer.encode_bare(&text).unwrap();
+            let pieces: Vec<_> = segments::pieces(&text, 1)
+                .flat_map(|piece| tokenizer.encode_bare(piece).unwrap())
+                .collect();
+            prop_assert_eq!(&pieces, &whole, "{}", pre);
+        }
+    }
+}
+
+#[test]
+fn only_tokenizers_known_to_allow_it_encode_in_pieces() {
+    let llama3 =
+        json!({"type": "Split", "pattern": {"Regex": pre::LLAMA3}, "behavior": "Isolated", "invert": false});
+    let bytes =
+        json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+    let gpt2 =
+        json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    let both = json!({"type": "Sequence", "pretokenizers": [llama3, bytes]});
+    let check = |pre_tokenizer: &Value, change: &dyn Fn(&mut Value), expected: bool| {
+        let mut document: Value = serde_json::from_str(&hf_json(LLAMA_DECODER)).unwrap();
+        document["normalizer"] = Value::Null;
+        document["pre_tokenizer"] = pre_tokenizer.clone();
+        change(&mut document);
+        let tokenizer = Tokenizer::from_hf_json(&document.to_string()).unwrap();
+        assert_eq!(tokenizer.segments.is_some(), expected, "{document}");
+    };
+    let as_is = |_: &mut Value| {};
+    check(&both, &as_is, true);
+    check(&gpt2, &as_is, true);
+    check(&bytes, &as_is, false);
+    check(&Value::Null, &as_is, false);
+    check(
+        &json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": false}),
+        &as_is,
+        false,
+    );
+    check(&both, &|document| document["normalizer"] = json!({"type": "NFC"}), true);
+    check(&both, &|document| document["normalizer"] = json!({"type": "Lowercase"}), false);
+    check(
+        &both,
+        &|document| document["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = json!("a b"),
+        false,
+    );
+    check(
+        &both,
+        &|document| document["pre_tokenizer"]["pretokenizers"][0]["behavior"] = json!("MergedWithNext"),
+        false,
+    );
+    check(
+        &both,
+        &|document| document["pre_tokenizer"]["pretokenizers"][1]["add_prefix_space"] = json!(true),
+        false,
+    );
+    check(&both, &|document| document["added_tokens"][0]["rstrip"] = json!(true), false);
+    check(&both, &|document| document["added_tokens"][1]["content"] = json!("<a tool>"), false);
+}
+
+#[test]
+fn a_text_that_was_seen_has_the_same_tokens_again() {
+    let tokenizer = Tokenizer::from_gguf(&byte_level_vocab("qwen2", &["t h", "th e", "Ġ t"])).unwrap();
+    let text = "the other thing, then<|im_end|>\nthat there ".repeat(60);
+    for end in [text.len(), text.len() / 2, text.len()] {
+        let Encoder::Bpe { model, .. } = &tokenizer.encoder else { panic!("a byte-level vocabulary") };
+        let plain = hf::encode(model, &text[..end], false).unwrap();
+        assert_eq!(tokenizer.encode_bare(&text[..end]).unwrap(), plain);
+    }
 }
 
 #[test]
@@ -321,7 +411,7 @@ fn the_demo_model_tokenizes_as_its_reference() {
 /// `text`.
 fn check_reference(tokenizer: &Tokenizer, path: &Path, encodes: bool) {
     for line in std::fs::read_to_string(path).unwrap().lines() {
-        let run: serde_json::Value = serde_json::from_str(line).unwrap();
+        let run: Value = serde_json::from_str(line).unwrap();
         let list = |key: &str| serde_json::from_value::<Vec<TokenId>>(run[key].clone()).unwrap();
         let prompt = run["prompt"].as_str().unwrap();
         if encodes {

@@ -13,6 +13,7 @@ pub(super) fn build() -> Tokenizer {
     let specials = SPECIALS.iter().map(|(name, _)| (name.as_bytes().to_vec(), TokenKind::Special));
     Tokenizer {
         encoder: Encoder::ToyBytes,
+        segments: None,
         table: TokenTable::new(bytes.chain(specials)),
         leading: LeadingSpace::Keep,
         bos: Some(SPECIALS[0].1),
