@@ -32,6 +32,7 @@ pub(crate) fn files(
         dtype: options.dtype.map_or(usual.dtype, weight_dtype),
         kv_dtype: options.kv_dtype.map_or(usual.kv_dtype, kv_dtype),
         threads: threads(options),
+        pin_threads: options.pin_threads,
         max_context: options.max_context,
         page_size: options.page_size,
         // The text side knows all tokens that end a turn; the weights' files often name but one.

@@ -45,6 +45,7 @@ pub(crate) fn check(options: &Options) -> Result<()> {
     let wrong = [
         (toy && options.dtype.is_some(), "dtype: the toy model has no weights"),
         (toy && options.kv_dtype.is_some(), "kv_dtype: the toy model keeps words of its own"),
+        (toy && options.pin_threads, "pin_threads: the toy model computes on one thread"),
         (!toy && options.toy_step_ms.is_some(), "toy_step_ms: only for the toy model"),
         (
             !toy && !cfg!(feature = "candle"),

@@ -42,6 +42,10 @@ pub(crate) struct Options {
           value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) threads: Option<u32>,
 
+    /// Keep each thread that computes on a core of its own: for a machine that does nothing else. Not for the toy model.
+    #[arg(long, env = "MICROSERVING_PIN_THREADS", help_heading = "Model")]
+    pub(crate) pin_threads: bool,
+
     /// Longest sequence in tokens, prompt and output together; by default what the model was made for.
     #[arg(long, env = "MICROSERVING_MAX_CONTEXT", value_name = "TOKENS", help_heading = "Model",
           value_parser = clap::value_parser!(u32).range(1..))]

@@ -8,6 +8,7 @@
 #![allow(
     dead_code,
     unreachable_pub,
+    unused_imports,
     reason = "the modules are the crate's, of which this uses the products alone"
 )]
 
@@ -294,7 +295,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     let kernels = Kernels::new(level).ok_or("this machine lacks the instructions of that level")?;
     for &count in &threads {
-        let mut pool = Pool::new(NonZeroUsize::new(count).ok_or("threads must not be 0")?)?;
+        let mut pool = Pool::new(NonZeroUsize::new(count).ok_or("threads must not be 0")?, false)?;
         let read = read_rate(&mut pool, millis)?;
         println!("{level}, {count} threads: memory is read at {:.1} GB/s", read / 1e9);
         for &form in &forms {

@@ -1,6 +1,6 @@
 //! Measures a model: `cargo run --release -p microserving-executor-candle --example speed -- MODEL [key=value ...]`.
 //!
-//! Keys: `dtype`, `kv_dtype`, `level`, `threads`, `prefill` (tokens), `decode` (steps). Prints tokens per second of a prefill
+//! Keys: `dtype`, `kv_dtype`, `level`, `threads`, `pin`, `prefill` (tokens), `decode` (steps). Prints tokens per second of a prefill
 //! and of decoding at batches of 1, 4, 8 and 16.
 #![allow(clippy::print_stdout, reason = "printing is what it is for")]
 
@@ -61,6 +61,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             }
             "level" => config.kernel_level = Some(KernelLevel::from_name(value).ok_or("unknown level")?),
             "threads" => config.threads = value.parse()?,
+            "pin" => config.pin_threads = value.parse()?,
             "prefill" => prefill = value.parse()?,
             "decode" => decode = value.parse()?,
             other => return Err(format!("unknown key {other}").into()),

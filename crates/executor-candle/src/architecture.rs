@@ -2,6 +2,8 @@
 
 use microserving_protocol::TokenId;
 
+use crate::kernels::WIDE_ROWS;
+
 /// A supported family. They differ only in details of attention, so one walk serves them all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Architecture {
@@ -127,6 +129,12 @@ impl ModelConfig {
         if !self.num_heads.is_multiple_of(self.num_kv_heads) {
             return Err(format!(
                 "{} heads cannot share {} KV heads evenly",
+                self.num_heads, self.num_kv_heads
+            ));
+        }
+        if self.num_heads / self.num_kv_heads > WIDE_ROWS {
+            return Err(format!(
+                "{} heads share {} KV heads, at most {WIDE_ROWS} can share one",
                 self.num_heads, self.num_kv_heads
             ));
         }

@@ -1,29 +1,17 @@
-//! Attention over paged KV.
+//! Attention over paged KV: how it is cut into units for the threads. The arithmetic is [`crate::kernels`]'.
 //!
-//! One unit of work is a run of queries of one item that share a KV head. It walks the context in tiles of [`TILE`]
-//! positions, keeping a running maximum, sum and weighted value per query (the online softmax of Milakov and Gimelshein,
-//! 2018, tiled as in FlashAttention). Tiles begin at multiples of `TILE` from position 0, whatever the chunk, the page size or the
-//! pages; and K and V are read back from the cache, so a token meets the same rounded neighbours whether they were computed
-//! in its own step or in an earlier one. Both together make the result independent of chunking and placement.
+//! K and V are read back from the cache, so a token meets the same rounded neighbours whether they were computed in its own step or
+//! in an earlier one; and tiles and segments begin at absolute positions. Both together make the result independent of chunking
+//! and placement.
 //!
-//! ```text
-//! positions  0        32        64        96
-//! tiles      [ tile 0 ][ tile 1 ][ tile 2 ][
-//! query 70   [ whole  ][ whole  ][7 valid.        positions past the query get no weight and are not even multiplied
-//! ```
-
-use std::ops::Range;
+//! A prompt's chunk is cut into runs of queries that share a KV head, longest context first so that the threads end together. A
+//! single token, whose context is all there is to share out, is cut into the segments of its context, which are merged in order
+//! when all are done.
 
 use microserving_protocol::{KvGeometry, LayerId, PageId};
 
-use crate::kernels::{F32Product, Kernels, NR, Output};
-use crate::pool::Parts;
-
-/// Positions in a tile.
-const TILE: usize = 32;
-
-/// Query rows (tokens times heads of a group) that a unit aims for: enough to share the loading of K and V.
-const UNIT_ROWS: usize = 48;
+use crate::kernels::{Kernels, KvHead, Queries, SEGMENT, WIDE_ROWS, WideState, is_narrow, partial_len};
+use crate::pool::{Parts, Pool};
 
 /// The shape of attention.
 #[derive(Clone, Copy, Debug)]
@@ -42,10 +30,9 @@ impl Heads {
         self.num_heads / self.num_kv_heads
     }
 
-    /// Returns the tokens of a unit.
-    pub(crate) const fn tokens_per_unit(&self) -> usize {
-        let tokens = UNIT_ROWS / self.group();
-        if tokens == 0 { 1 } else { tokens }
+    /// Returns the tokens whose queries make a wide unit.
+    const fn tokens_per_unit(&self) -> usize {
+        WIDE_ROWS / self.group()
     }
 }
 
@@ -84,244 +71,167 @@ impl KvRegion<'_> {
         }
     }
 
-    /// Asks the caches for positions `range` of one KV head. Pages lie apart, so the hardware's own prefetching ends with each.
+    /// Returns one KV head of one sequence.
     ///
     /// # Safety
-    /// The pages lie inside the region.
-    unsafe fn prefetch(&self, (layer, pages, head): (LayerId, &[PageId], u32), range: Range<u32>) {
+    /// Layer, head and pages lie inside the region.
+    unsafe fn head<'a>(&self, layer: LayerId, head: usize, pages: &'a [PageId]) -> KvHead<'a> {
         let layout = &self.geometry.layout;
-        let mut at = range.start;
-        while at < range.end {
-            let slot = at % layout.page_size;
-            let count = (layout.page_size - slot).min(range.end - at);
-            let page = pages[(at / layout.page_size) as usize];
-            for kv in 0..2 {
-                // SAFETY: the page lies inside the region, as the caller promises.
-                let from = unsafe { self.base.add(self.geometry.slot_offset(layer, page, kv, head, slot)) };
-                prefetch_bytes(from, count as usize * layout.slot_bytes());
-            }
-            at += count;
-        }
-    }
-
-    /// Reads positions `range` of one KV head into rows of `stride` elements.
-    ///
-    /// # Safety
-    /// The pages lie inside the region, were written for these positions, and are not written meanwhile.
-    unsafe fn load(
-        &self,
-        kernels: Kernels,
-        (layer, pages, head): (LayerId, &[PageId], u32),
-        kv: u32,
-        range: Range<u32>,
-        (rows, stride): (&mut [f32], usize),
-    ) {
-        let layout = &self.geometry.layout;
-        let head_dim = layout.head_dim as usize;
-        let mut at = range.start;
-        while at < range.end {
-            let slot = at % layout.page_size;
-            let count = (layout.page_size - slot).min(range.end - at) as usize;
-            let page = pages[(at / layout.page_size) as usize];
-            // SAFETY: the page lies inside the region, as the caller promises.
-            let from = unsafe { self.base.add(self.geometry.slot_offset(layer, page, kv, head, slot)) };
-            let first = (at - range.start) as usize;
-            if stride == head_dim {
-                // SAFETY: the slots of a head follow each other in a page; written and not being written, as promised.
-                unsafe { kernels.load_kv(from, layout.dtype, &mut rows[first * stride..][..count * stride]) };
-            } else {
-                for i in 0..count {
-                    // SAFETY: as above, slot by slot.
-                    unsafe {
-                        let from = from.add(i * layout.slot_bytes());
-                        kernels.load_kv(from, layout.dtype, &mut rows[(first + i) * stride..][..head_dim]);
-                    }
-                }
-            }
-            at += count as u32;
+        let key = self.geometry.slot_offset(layer, PageId(0), 0, head as u32, 0);
+        let value = self.geometry.slot_offset(layer, PageId(0), 1, head as u32, 0);
+        KvHead {
+            // SAFETY: inside the region, as the caller promises.
+            base: unsafe { self.base.add(key) },
+            pages,
+            page_size: layout.page_size as usize,
+            page_bytes: layout.page_bytes(),
+            slot_bytes: layout.slot_bytes(),
+            to_values: value - key,
+            dtype: layout.dtype,
         }
     }
 }
 
-/// Asks the caches for some bytes; a hint, so any address will do.
-fn prefetch_bytes(from: *const u8, len: usize) {
-    #[cfg(target_arch = "x86_64")]
-    for offset in (0..len).step_by(64) {
-        // SAFETY: prefetching accesses nothing, whatever the address.
-        unsafe {
-            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(
-                from.wrapping_add(offset).cast(),
-            );
-        }
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = (from, len);
-}
-
-/// A run of queries of one item that share a KV head.
+/// Some queries of one item that share a KV head.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Unit {
-    /// The item's place in the batch.
-    pub(crate) item: usize,
+struct Unit {
+    /// Where the item's pages begin in [`Units::pages`], and end.
+    pages: (usize, usize),
     /// The KV head.
-    pub(crate) head: usize,
+    head: usize,
     /// The row of the batch that the first query is.
-    pub(crate) first_row: usize,
+    first_row: usize,
     /// The queries' tokens.
-    pub(crate) num_tokens: usize,
+    num_tokens: usize,
     /// The position of the first.
-    pub(crate) position: u32,
+    position: usize,
+    /// What of the context; all of it if the unit is wide.
+    share: Share,
 }
 
-/// What one thread needs to work on a unit; sized once for the model.
-#[derive(Debug)]
-pub(crate) struct Scratch {
-    /// `[rows][head_dim]`, scaled queries.
-    queries: Vec<f32>,
-    /// `[TILE][head_dim]`.
-    keys: Vec<f32>,
-    /// `[head_dim][TILE]`.
-    keys_t: Vec<f32>,
-    /// `[TILE][padded head_dim]`; the padding stays zero.
-    values: Vec<f32>,
-    /// `[rows][TILE]`.
-    scores: Vec<f32>,
-    /// `[rows][padded head_dim]`, the weighted sums so far.
-    sums: Vec<f32>,
-    /// `[rows]`, the largest score so far.
-    max: Vec<f32>,
-    /// `[rows]`, the sum of weights so far.
-    weight: Vec<f32>,
+#[derive(Clone, Copy, Debug)]
+enum Share {
+    /// All of it, rows in lanes.
+    Wide,
+    /// One segment, whose result is the `partial`th; `is_only` says that there is no other.
+    Segment { segment: usize, partial: usize, is_only: bool },
 }
 
-impl Scratch {
-    /// Makes room for the units of a model.
-    pub(crate) fn new(heads: &Heads) -> Self {
-        let rows = heads.tokens_per_unit() * heads.group();
-        let padded = heads.head_dim.next_multiple_of(NR);
-        Self {
-            queries: vec![0.0; rows * heads.head_dim],
-            keys: vec![0.0; TILE * heads.head_dim],
-            keys_t: vec![0.0; heads.head_dim * TILE],
-            values: vec![0.0; TILE * padded],
-            scores: vec![0.0; rows * TILE],
-            sums: vec![0.0; rows * padded],
-            max: vec![0.0; rows],
-            weight: vec![0.0; rows],
+/// The units of one step, and the memory for what segments leave behind; both are kept for their memory.
+#[derive(Debug, Default)]
+pub(crate) struct Units {
+    units: Vec<Unit>,
+    /// The pages of all items, one after the other.
+    pages: Vec<PageId>,
+    /// Tokens whose segments are to be merged: the unit of the first, and their number.
+    merges: Vec<(usize, usize)>,
+    num_partials: usize,
+    partials: Vec<f32>,
+}
+
+impl Units {
+    /// Begins a step.
+    pub(crate) fn clear(&mut self) {
+        self.units.clear();
+        self.pages.clear();
+        self.merges.clear();
+        self.num_partials = 0;
+    }
+
+    /// Adds the queries of an item: `num_tokens` rows of the batch from `first_row` on, the first at `position`.
+    pub(crate) fn add(
+        &mut self,
+        heads: &Heads,
+        pages: &[PageId],
+        (first_row, num_tokens, position): (usize, usize, usize),
+    ) {
+        let first_page = self.pages.len();
+        self.pages.extend_from_slice(pages);
+        let pages = (first_page, self.pages.len());
+        for head in 0..heads.num_kv_heads {
+            let unit = Unit { pages, head, first_row, num_tokens, position, share: Share::Wide };
+            if num_tokens == 1 && is_narrow(heads.group(), heads.head_dim) {
+                let num_segments = (position + 1).div_ceil(SEGMENT);
+                let is_only = num_segments == 1;
+                if !is_only {
+                    self.merges.push((self.units.len(), num_segments));
+                }
+                for segment in 0..num_segments {
+                    let share = Share::Segment { segment, partial: self.num_partials, is_only };
+                    self.units.push(Unit { share, ..unit });
+                    self.num_partials += 1;
+                }
+                continue;
+            }
+            let per_unit = heads.tokens_per_unit();
+            for first in (0..num_tokens).step_by(per_unit).rev() {
+                self.units.push(Unit {
+                    first_row: first_row + first,
+                    num_tokens: per_unit.min(num_tokens - first),
+                    position: position + first,
+                    ..unit
+                });
+            }
         }
     }
 }
 
-/// Computes a unit: reads its queries from `q` and puts the attention's output in their place. `q: [tokens][num_heads][head_dim]`.
+/// Computes the units of a step: reads queries from `q` and puts attention's outputs in their places.
+/// `q: [rows][num_heads][head_dim]`, `states` are one a thread.
 ///
 /// # Safety
-/// - `pages` lie inside the region and hold the item's KV up to the unit's last query, which no one writes meanwhile.
-/// - No one else accesses the unit's heads of its rows of `q`.
+/// The items' pages lie inside the region and hold their KV up to their last queries, which no one writes meanwhile.
 pub(crate) unsafe fn attend(
-    kernels: Kernels,
+    (kernels, pool): (Kernels, &mut Pool),
     heads: &Heads,
-    kv: KvRegion<'_>,
-    (layer, pages): (LayerId, &[PageId]),
-    unit: &Unit,
-    q: &Parts<'_, f32>,
-    scratch: &mut Scratch,
+    (kv, layer): (KvRegion<'_>, LayerId),
+    units: &mut Units,
+    q: &mut [f32],
+    states: &mut [WideState],
 ) {
+    let Units { units, pages, merges, num_partials, partials } = units;
     let (group, head_dim) = (heads.group(), heads.head_dim);
-    let padded = head_dim.next_multiple_of(NR);
-    let num_rows = unit.num_tokens * group;
-    let scale = 1.0 / (head_dim as f32).sqrt();
-    // The heads of a group are neighbours, so a token's rows are one run.
-    let run = |token: usize| {
-        let first = ((unit.first_row + token) * heads.num_heads + unit.head * group) * head_dim;
-        first..first + group * head_dim
+    let len = partial_len(group, head_dim);
+    partials.resize(partials.len().max(*num_partials * len), 0.0);
+    let q = Parts::new(q);
+    let partials = Parts::new(partials);
+    let states = Parts::new(states);
+    // SAFETY: the caller promises that the pages lie inside the region.
+    let head = |unit: &Unit| unsafe { kv.head(layer, unit.head, &pages[unit.pages.0..unit.pages.1]) };
+    let queries = |unit: &Unit| Queries {
+        all: &q,
+        first: (unit.first_row * heads.num_heads + unit.head * group) * head_dim,
+        stride: heads.num_heads * head_dim,
+        group,
+        head_dim,
+        num_tokens: unit.num_tokens,
+        position: unit.position,
     };
-    for token in 0..unit.num_tokens {
-        // SAFETY: exclusively this unit's, as the caller promises; the borrow ends here.
-        let from = unsafe { q.get(run(token)) };
-        let to = &mut scratch.queries[token * group * head_dim..][..group * head_dim];
-        for (to, &from) in to.iter_mut().zip(&*from) {
-            *to = from * scale;
+    pool.run(units.len(), &|at, thread| {
+        let unit = &units[at];
+        match unit.share {
+            // SAFETY: units share no heads of a row, and threads no state; KV is as the caller promises.
+            Share::Wide => unsafe {
+                kernels.attend_wide(&head(unit), &queries(unit), &mut states.get(thread..thread + 1)[0]);
+            },
+            // SAFETY: segments of a token only read its queries, and have a partial each; KV is as the caller promises.
+            Share::Segment { segment, partial, is_only } => unsafe {
+                let partial = partials.get(partial * len..(partial + 1) * len);
+                kernels.attend_narrow(&head(unit), &queries(unit), segment, partial);
+                if is_only {
+                    kernels.merge_narrow(&head(unit), &queries(unit), partial);
+                }
+            },
         }
-    }
-    scratch.sums[..num_rows * padded].fill(0.0);
-    scratch.max[..num_rows].fill(f32::NEG_INFINITY);
-    scratch.weight[..num_rows].fill(0.0);
-
-    let end = unit.position + unit.num_tokens as u32;
-    let mut tile = 0;
-    while tile < end {
-        let tile_end = (tile + TILE as u32).min(end);
-        let place = (layer, pages, unit.head as u32);
-        // SAFETY: these positions lie before the unit's end, so they are written, as the caller promises.
+    });
+    pool.run(merges.len(), &|at, _| {
+        let (first, num_segments) = merges[at];
+        let unit = &units[first];
+        let Share::Segment { partial, .. } = unit.share else { unreachable!("only segments are merged") };
+        // SAFETY: each token's heads are merged once, after all their segments.
         unsafe {
-            kv.prefetch(place, tile_end..(tile_end + TILE as u32).min(end));
-            kv.load(kernels, place, 0, tile..tile_end, (&mut scratch.keys, head_dim));
-            kv.load(kernels, place, 1, tile..tile_end, (&mut scratch.values, padded));
+            let partials = partials.get(partial * len..(partial + num_segments) * len);
+            kernels.merge_narrow(&head(unit), &queries(unit), partials);
         }
-        let loaded = (tile_end - tile) as usize;
-        kernels.transpose(&scratch.keys, (loaded, head_dim), &mut scratch.keys_t, TILE);
-        // Queries before the tile have nothing to do with it.
-        let first_token = tile.saturating_sub(unit.position) as usize;
-        let rows = first_token * group..num_rows;
-        let product = F32Product {
-            a: &scratch.queries,
-            lda: head_dim,
-            w: &scratch.keys_t,
-            tile: NR,
-            ldw: TILE,
-            k: head_dim,
-            accumulate: false,
-        };
-        // SAFETY: the scratch is this thread's.
-        unsafe {
-            kernels.f32_product(&product, rows, 0..TILE / NR, Output::new(&mut scratch.scores, TILE));
-        }
-        // Queries that see the whole tile share one product; the others go one token at a time, each summing over exactly the
-        // positions that it sees.
-        let first_whole =
-            ((tile + TILE as u32 - 1).saturating_sub(unit.position) as usize).min(unit.num_tokens);
-        for token in first_token..unit.num_tokens {
-            let valid = ((unit.position + token as u32 + 1 - tile) as usize).min(TILE);
-            for row in token * group..(token + 1) * group {
-                kernels.softmax_step(
-                    &mut scratch.scores[row * TILE..][..TILE],
-                    valid,
-                    &mut scratch.max[row],
-                    &mut scratch.weight[row],
-                    &mut scratch.sums[row * padded..][..padded],
-                );
-            }
-            if token < first_whole {
-                weigh(kernels, scratch, token * group..(token + 1) * group, valid, padded);
-            }
-        }
-        weigh(kernels, scratch, first_whole.max(first_token) * group..num_rows, TILE, padded);
-        tile += TILE as u32;
-    }
-    for token in 0..unit.num_tokens {
-        // SAFETY: exclusively this unit's, as the caller promises; the borrow ends here.
-        let to = unsafe { q.get(run(token)) };
-        for (i, to) in to.chunks_exact_mut(head_dim).enumerate() {
-            let row = token * group + i;
-            let factor = 1.0 / scratch.weight[row];
-            for (to, &sum) in to.iter_mut().zip(&scratch.sums[row * padded..]) {
-                *to = sum * factor;
-            }
-        }
-    }
-}
-
-/// Adds the values of a tile's first `valid` positions, weighted by the rows' scores.
-fn weigh(kernels: Kernels, scratch: &mut Scratch, rows: Range<usize>, valid: usize, padded: usize) {
-    let product = F32Product {
-        a: &scratch.scores,
-        lda: TILE,
-        w: &scratch.values,
-        tile: NR,
-        ldw: padded,
-        k: valid,
-        accumulate: true,
-    };
-    // SAFETY: the scratch is this thread's.
-    unsafe { kernels.f32_product(&product, rows, 0..padded / NR, Output::new(&mut scratch.sums, padded)) };
+    });
 }

@@ -22,6 +22,8 @@ pub struct CandleConfig {
     pub kv_dtype: KvDtype,
     /// Threads that compute, the calling one included.
     pub threads: NonZeroUsize,
+    /// Each of the threads stays on a core of its own.
+    pub pin_threads: bool,
     /// The longest sequence in tokens, at most what the model was made for, which `None` takes.
     pub max_context: Option<u32>,
     /// The instruction level; `None` takes the machine's best.
@@ -42,6 +44,7 @@ impl CandleConfig {
             dtype: WeightDtype::Auto,
             kv_dtype: KvDtype::F16,
             threads: NonZeroUsize::MIN,
+            pin_threads: false,
             max_context: None,
             kernel_level: None,
             page_size: 16,

@@ -8,7 +8,7 @@ use microserving_protocol::{KvDtype, KvGeometry, KvLayout, KvMemory, LayerId, Me
 
 use crate::attention::KvRegion;
 use crate::config::{CandleConfig, LoadProgress, ModelFormat};
-use crate::forward::{Model, Sequence};
+use crate::forward::Model;
 use crate::kernels::{KernelLevel, Kernels};
 use crate::load::{GgufSource, SafetensorsSource, TensorSource, build, load_error};
 use crate::pool::Pool;
@@ -58,7 +58,7 @@ impl CandleExecutor {
                 return Err(load_error(format!("max_context is {asked}, the model allows 1..={most}")));
             }
         };
-        let mut pool = Pool::new(config.threads)
+        let mut pool = Pool::new(config.threads, config.pin_threads)
             .map_err(|err| ExecutorError::Device { reason: format!("threads: {err}") })?;
         let weights = build(&*source, config.dtype, &mut pool, progress)?;
         let shape = source.config().clone();
@@ -136,33 +136,13 @@ impl Executor for CandleExecutor {
         let (geometry, memory) =
             kv.as_ref().ok_or_else(|| ExecutorError::Memory { reason: "attach was not called".into() })?;
         check(batch, info, geometry.num_pages, written)?;
-        let sequences: Vec<Sequence<'_>> = batch
-            .items
-            .iter()
-            .map(|item| Sequence {
-                tokens: item.tokens,
-                position: item.position,
-                pages: item.pages,
-                wants_logits: item.sampler.is_some(),
-            })
-            .collect();
         let region = KvRegion { base: memory.base_address() as *mut u8, geometry };
         // SAFETY: the batch was checked; `memory` keeps the region mapped, is large enough and aligned by `attach`; that no
         // peer touches pages being written, and that pages read are written, is the contract of `forward`.
-        let num_logits = unsafe { model.run_layers(&sequences, region, on_layer) };
-
-        let mut sampled = Vec::with_capacity(batch.items.len());
-        let mut items = batch.items.iter_mut();
-        model.logits(num_logits, &mut |logits| {
-            for item in items.by_ref() {
-                if let Some(sampler) = item.sampler.as_mut() {
-                    sampled.push(Some(sampler.sample(logits)));
-                    break;
-                }
-                sampled.push(None);
-            }
-        });
-        sampled.resize(batch.items.len(), None);
+        unsafe { model.run_layers(&batch.items, region, on_layer) };
+        let mut sampled = Vec::new();
+        sampled.resize_with(batch.items.len(), || None);
+        model.sample(&mut batch.items, &mut sampled);
         Ok(StepOutput { sampled, modelled: None })
     }
 }

@@ -1,13 +1,13 @@
 //! The walk through the layers.
 
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
 
-use microserving_protocol::{LayerId, PageId, TokenId};
+use microserving_executor::{BatchItem, SampleError, Sampled};
+use microserving_protocol::{LayerId, PageId};
 
 use crate::architecture::ModelConfig;
-use crate::attention::{Heads, KvRegion, Scratch, Unit, attend};
-use crate::kernels::Kernels;
+use crate::attention::{Heads, KvRegion, Units, attend};
+use crate::kernels::{Kernels, WideState};
 use crate::load::{LayerWeights, ModelWeights};
 use crate::pool::{Parts, Pool};
 use crate::products::{Inputs, cut, grow, multiply};
@@ -17,7 +17,10 @@ use crate::products::{Inputs, cut, grow, multiply};
 const ROW_BLOCK: usize = 256;
 
 /// Rows whose logits are computed together.
-const LOGIT_BLOCK: usize = 16;
+const LOGIT_BLOCK: usize = 64;
+
+/// What a sampler drew.
+pub(crate) type Drawn = Result<Sampled, SampleError>;
 
 /// A loaded model with all that a step needs.
 #[derive(Debug)]
@@ -29,17 +32,8 @@ pub(crate) struct Model {
     kernels: Kernels,
     pool: Pool,
     buffers: Buffers,
-    attention: Vec<Mutex<Scratch>>,
-}
-
-/// A batch item without its sampler, which the threads could not share.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Sequence<'a> {
-    pub(crate) tokens: &'a [TokenId],
-    pub(crate) position: u32,
-    pub(crate) pages: &'a [PageId],
-    /// Its last token's logits are wanted.
-    pub(crate) wants_logits: bool,
+    /// One a thread.
+    attention: Vec<WideState>,
 }
 
 /// Where a row of the batch keeps its KV.
@@ -47,6 +41,13 @@ pub(crate) struct Sequence<'a> {
 struct Slot {
     page: PageId,
     slot: u32,
+}
+
+/// A row whose logits are wanted.
+#[derive(Clone, Copy, Debug)]
+struct Wanted {
+    row: usize,
+    item: usize,
 }
 
 /// Memory that steps reuse; it grows to the largest batch seen.
@@ -60,11 +61,11 @@ struct Buffers {
     cos: Vec<f32>,
     sin: Vec<f32>,
     slots: Vec<Slot>,
-    units: Vec<Unit>,
+    units: Units,
     /// The units of the last layer: past the KV cache it is of use only to rows whose logits are wanted.
-    last_units: Vec<Unit>,
-    /// Those rows.
-    wanted: Vec<usize>,
+    last_units: Units,
+    /// Those rows, and the items that they belong to.
+    wanted: Vec<Wanted>,
     inputs: Inputs,
     /// `[ROW_BLOCK][..]`, what a product returned.
     outputs: Vec<f32>,
@@ -91,7 +92,7 @@ impl Model {
         };
         Self {
             inverse_frequencies: config.inverse_frequencies(),
-            attention: (0..pool.num_threads()).map(|_| Mutex::new(Scratch::new(&heads))).collect(),
+            attention: (0..pool.num_threads()).map(|_| WideState::new(config.head_dim)).collect(),
             buffers: Buffers::default(),
             config,
             weights,
@@ -102,17 +103,18 @@ impl Model {
     }
 
     /// Computes all layers: the KV of all rows is in the pages afterwards, and the last hidden states of those whose logits
-    /// are wanted are the first rows of the buffer. Returns their number.
+    /// are wanted are the first rows of the buffer.
     ///
     /// # Safety
     /// - The items were checked: tokens in the vocabulary, enough pages, all inside the region, no page written by two items.
     /// - No one else writes the items' pages or reads the positions that are written, meanwhile.
     pub(crate) unsafe fn run_layers(
         &mut self,
-        items: &[Sequence<'_>],
+        items: &[BatchItem<'_>],
         kv: KvRegion<'_>,
         on_layer: &mut dyn FnMut(LayerId),
-    ) -> usize {
+    ) {
+        self.pool.pin_caller();
         let rows = self.prepare(items, kv.geometry.layout.page_size);
         for layer in 0..self.config.num_layers {
             let weights = self.weights.layers[layer];
@@ -124,13 +126,12 @@ impl Model {
             on_layer(id);
             let is_last = layer + 1 == self.config.num_layers;
             // SAFETY: as the caller promises; the layer's KV is written.
-            unsafe { self.attend_all(items, id, kv, is_last) };
+            unsafe { self.attend_all(id, kv, is_last) };
             let rows = if is_last { self.keep_wanted() } else { rows };
             for block in blocks(rows) {
                 self.finish_layer(&weights, block);
             }
         }
-        self.buffers.wanted.len()
     }
 
     /// Moves the rows whose logits are wanted to the front; returns their number.
@@ -138,7 +139,7 @@ impl Model {
         let (hidden, q_width) = (self.config.hidden, self.config.q_width());
         let Buffers { x, q, wanted, .. } = &mut self.buffers;
         // Rows are in order, so none is overwritten before it has moved.
-        for (to, &from) in wanted.iter().enumerate() {
+        for (to, &Wanted { row: from, .. }) in wanted.iter().enumerate() {
             x.copy_within(from * hidden..(from + 1) * hidden, to * hidden);
             q.copy_within(from * q_width..(from + 1) * q_width, to * q_width);
         }
@@ -146,7 +147,7 @@ impl Model {
     }
 
     /// Looks up embeddings, angles, slots and units of the batch; returns its rows.
-    fn prepare(&mut self, items: &[Sequence<'_>], page_size: u32) -> usize {
+    fn prepare(&mut self, items: &[BatchItem<'_>], page_size: u32) -> usize {
         let rows = items.iter().map(|item| item.tokens.len()).sum();
         let (hidden, half) = (self.config.hidden, self.config.head_dim / 2);
         let buffers = &mut self.buffers;
@@ -176,29 +177,12 @@ impl Model {
                 });
                 row += 1;
             }
-            if item.wants_logits {
-                buffers.wanted.push(row - 1);
-            }
-            let per_unit = self.heads.tokens_per_unit();
-            for head in 0..self.config.num_kv_heads {
-                if item.wants_logits {
-                    buffers.last_units.push(Unit {
-                        item: index,
-                        head,
-                        first_row: row - 1,
-                        num_tokens: 1,
-                        position: item.position + (row - 1 - first_row) as u32,
-                    });
-                }
-                for first in (0..item.tokens.len()).step_by(per_unit) {
-                    buffers.units.push(Unit {
-                        item: index,
-                        head,
-                        first_row: first_row + first,
-                        num_tokens: per_unit.min(item.tokens.len() - first),
-                        position: item.position + first as u32,
-                    });
-                }
+            let (num_tokens, position) = (item.tokens.len(), item.position as usize);
+            buffers.units.add(&self.heads, item.pages, (first_row, num_tokens, position));
+            if item.sampler.is_some() {
+                let last = (row - 1, 1, position + num_tokens - 1);
+                buffers.last_units.add(&self.heads, item.pages, last);
+                buffers.wanted.push(Wanted { row: row - 1, item: index });
             }
         }
         rows
@@ -273,19 +257,12 @@ impl Model {
     ///
     /// # Safety
     /// As [`Self::run_layers`], and the layer's KV is written.
-    unsafe fn attend_all(&mut self, items: &[Sequence<'_>], layer: LayerId, kv: KvRegion<'_>, is_last: bool) {
+    unsafe fn attend_all(&mut self, layer: LayerId, kv: KvRegion<'_>, is_last: bool) {
         let Self { heads, kernels, pool, buffers, attention, .. } = self;
-        let (heads, kernels, attention) = (&*heads, *kernels, &*attention);
-        let queries = Parts::new(&mut buffers.q);
-        let units = if is_last { &buffers.last_units } else { &buffers.units };
-        pool.run(units.len(), &|unit, thread| {
-            let unit = &units[unit];
-            // A panicked piece leaves scratch in any state, and every unit starts it anew.
-            let mut scratch = attention[thread].lock().unwrap_or_else(PoisonError::into_inner);
-            let place = (layer, items[unit.item].pages);
-            // SAFETY: units share no heads of a row; KV is as the caller promises.
-            unsafe { attend(kernels, heads, kv, place, unit, &queries, &mut scratch) };
-        });
+        let Buffers { q, units, last_units, .. } = buffers;
+        let units = if is_last { last_units } else { units };
+        // SAFETY: as the caller promises.
+        unsafe { attend((*kernels, pool), heads, (kv, layer), units, q, attention) };
     }
 
     /// The second half of a layer, for a block of rows.
@@ -343,19 +320,22 @@ impl Model {
         });
     }
 
-    /// Computes the logits of the first `rows` hidden states, calling `each` for one after the other.
-    pub(crate) fn logits(&mut self, rows: usize, each: &mut dyn FnMut(&mut [f32])) {
+    /// Computes the logits of the hidden states that [`Self::run_layers`] left, and lets each item's sampler draw from them.
+    /// `sampled` has an entry an item.
+    pub(crate) fn sample(&mut self, items: &mut [BatchItem<'_>], sampled: &mut [Option<Drawn>]) {
         let Self { config, weights, kernels, pool, buffers, .. } = self;
         let (kernels, arena, hidden) = (*kernels, &weights.arena, config.hidden);
         let norm = weights.final_norm.get(arena);
         let stride = weights.output.padded_outputs();
-        for begin in (0..rows).step_by(LOGIT_BLOCK) {
-            let block = LOGIT_BLOCK.min(rows - begin);
-            let inputs = buffers.inputs.parts(kernels, &weights.output, block);
-            grow(&mut buffers.outputs, block * hidden);
+        let (items, sampled) = (Parts::new(items), Parts::new(sampled));
+        for begin in (0..buffers.wanted.len()).step_by(LOGIT_BLOCK) {
+            let wanted = &buffers.wanted[begin..buffers.wanted.len().min(begin + LOGIT_BLOCK)];
+            let rows = wanted.len();
+            let inputs = buffers.inputs.parts(kernels, &weights.output, rows);
+            grow(&mut buffers.outputs, rows * hidden);
             let normed = Parts::new(&mut buffers.outputs);
             let x = &buffers.x;
-            for_rows(pool, block, &|row| {
+            for_rows(pool, rows, &|row| {
                 // SAFETY: each row is visited once.
                 unsafe {
                     let normed = normed.get(row * hidden..(row + 1) * hidden);
@@ -363,10 +343,17 @@ impl Model {
                     inputs.put(kernels, row, normed);
                 }
             });
-            multiply(kernels, pool, arena, &weights.output, &buffers.inputs, block, &mut buffers.logits);
-            for logits in buffers.logits.chunks_exact_mut(stride).take(block) {
-                each(&mut logits[..config.vocab_size]);
-            }
+            multiply(kernels, pool, arena, &weights.output, &buffers.inputs, rows, &mut buffers.logits);
+            let logits = Parts::new(&mut buffers.logits);
+            pool.run(rows, &|row, _| {
+                let item = wanted[row].item;
+                // SAFETY: each row is visited once, and items have a row each.
+                unsafe {
+                    let logits = logits.get(row * stride..row * stride + config.vocab_size);
+                    let sampler = items.get(item..item + 1)[0].sampler.as_mut();
+                    sampled.get(item..item + 1)[0] = sampler.map(|sampler| sampler.sample(logits));
+                }
+            });
         }
     }
 }

@@ -1,25 +1,41 @@
 //! A fixed pool of threads that share the steps of a forward pass.
 //!
 //! A forward pass is some hundreds of short parallel regions, so the pool must start one in about a microsecond and still
-//! leave the cores alone when it is idle or when a second process wants them. Hence:
+//! leave the cores alone when it is idle or when someone else wants them. Hence:
 //!
 //! - pieces are claimed one by one from a counter, so a thread that is not running when a region starts costs nothing: the
 //!   others do its pieces, and the region closes without waiting for it;
-//! - only threads that did join are waited for;
-//! - a thread without work spins for some microseconds, then parks.
+//! - only threads that did join are waited for, first spinning, then asleep, so that whoever holds their core can be moved to ours;
+//! - a thread without work spins for some microseconds, then parks;
+//! - a thread that lost its core in the middle of a piece holds the region up for a whole time slice of the other. With a core
+//!   short, that happens all the time, and two threads are slower than one. So after a hold-up the caller computes alone for a
+//!   while, and the longer the sooner the last one was: see [`Solo`].
 //!
-//! Which thread computes a piece never shows in the result: pieces write disjoint places and each is computed alone.
+//! Which thread computes a piece never shows in the result: pieces write disjoint places and each is computed alone. So the clock,
+//! which says who takes part, has no say in what comes out.
 
 use std::marker::PhantomData;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
-use std::thread::{JoinHandle, Thread};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{JoinHandle, Thread, ThreadId};
+use std::time::Duration;
+
+/// The real clock: a thread that lost its core has lost it in real time.
+#[expect(clippy::disallowed_types, reason = "decides who computes, never what")]
+type Clock = std::time::Instant;
 
 /// Turns of the spin loop before a thread parks: about the length of one layer's serial part.
 const SPINS: u32 = 2_000;
+
+/// A wait beyond some pieces' time that only a lost core explains.
+const HELD_UP: Duration = Duration::from_micros(500);
+
+/// How long the caller computes alone after a hold-up at first, and at most.
+const SOLO: Duration = Duration::from_millis(10);
+const LONGEST_SOLO: Duration = Duration::from_millis(160);
 
 /// Set in [`Shared::state`] while a region may be joined. Below it the number of threads inside, above it the region's number.
 const OPEN: u64 = 1 << 16;
@@ -38,8 +54,9 @@ struct Region<'a> {
 }
 
 impl Region<'_> {
-    /// Claims and does pieces until none is left.
-    fn help(&self, thread: usize) {
+    /// Claims and does pieces until none is left; returns their number.
+    fn help(&self, thread: usize) -> u32 {
+        let mut num_done = 0;
         let done = catch_unwind(AssertUnwindSafe(|| {
             loop {
                 let piece = self.next.fetch_add(1, Ordering::Relaxed);
@@ -47,12 +64,14 @@ impl Region<'_> {
                     break;
                 }
                 (self.work)(piece, thread);
+                num_done += 1;
             }
         }));
         if done.is_err() {
             self.panicked.store(true, Ordering::Relaxed);
             self.next.store(self.num_pieces, Ordering::Relaxed);
         }
+        num_done
     }
 }
 
@@ -64,7 +83,73 @@ struct Shared {
     region: AtomicPtr<Region<'static>>,
     /// One flag a helper: it is parked, or about to be.
     parked: Vec<AtomicBool>,
+    /// The caller sleeps until the last member leaves, or is about to.
+    caller_waits: AtomicBool,
+    /// Who that is.
+    caller: Mutex<Option<Thread>>,
     stop: AtomicBool,
+}
+
+impl Shared {
+    fn has_members(&self, order: Ordering) -> bool {
+        self.state.load(order) & MEMBERS != 0
+    }
+
+    /// Ends a helper's membership.
+    fn leave(&self) {
+        // SeqCst: either this thread sees that the caller waits, or the caller sees that no member is left.
+        let before = self.state.fetch_sub(1, Ordering::SeqCst);
+        if before & MEMBERS == 1 && self.caller_waits.load(Ordering::SeqCst) {
+            let caller = self.caller.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(caller) = &*caller {
+                caller.unpark();
+            }
+        }
+    }
+
+    /// Waits until no member is left.
+    fn wait(&self) {
+        for _ in 0..SPINS {
+            if !self.has_members(Ordering::Acquire) {
+                return;
+            }
+            std::hint::spin_loop();
+        }
+        *self.caller.lock().unwrap_or_else(PoisonError::into_inner) = Some(std::thread::current());
+        self.caller_waits.store(true, Ordering::SeqCst);
+        while self.has_members(Ordering::SeqCst) {
+            std::thread::park();
+        }
+        self.caller_waits.store(false, Ordering::SeqCst);
+    }
+}
+
+/// When the caller computes alone.
+#[derive(Debug, Default)]
+struct Solo {
+    until: Option<Clock>,
+    /// The length of the last one; doubled as long as hold-ups follow each other closely.
+    length: Duration,
+    last: Option<Clock>,
+}
+
+impl Solo {
+    /// Says whether it lasts.
+    fn lasts(&mut self) -> bool {
+        let lasts = self.until.is_some_and(|until| Clock::now() < until);
+        if !lasts {
+            self.until = None;
+        }
+        lasts
+    }
+
+    /// Begins one, after a hold-up.
+    fn begin(&mut self, now: Clock) {
+        let is_soon = self.last.is_some_and(|last| now - last < 4 * self.length);
+        self.length = if is_soon { (2 * self.length).min(LONGEST_SOLO) } else { SOLO };
+        self.last = Some(now);
+        self.until = Some(now + self.length);
+    }
 }
 
 /// The pool; the thread that calls [`Pool::run`] is its thread 0.
@@ -72,6 +157,8 @@ pub(crate) struct Pool {
     shared: Arc<Shared>,
     helpers: Vec<JoinHandle<()>>,
     handles: Vec<Thread>,
+    solo: Solo,
+    pins: Option<Pins>,
 }
 
 impl std::fmt::Debug for Pool {
@@ -81,23 +168,31 @@ impl std::fmt::Debug for Pool {
 }
 
 impl Pool {
-    /// Starts `threads - 1` helpers.
+    /// Starts `threads - 1` helpers; with `is_pinned`, each stays on a core of its own, and one is left for the caller.
     ///
     /// # Errors
-    /// If the system refuses a thread.
-    pub(crate) fn new(threads: NonZeroUsize) -> std::io::Result<Self> {
+    /// If the system refuses a thread, or there are more threads than cores to pin them to.
+    pub(crate) fn new(threads: NonZeroUsize, is_pinned: bool) -> std::io::Result<Self> {
         let num_helpers = (threads.get() - 1).min(MEMBERS as usize / 2);
+        let pins = if is_pinned { Some(Pins::new(num_helpers + 1)?) } else { None };
         let shared = Arc::new(Shared {
             state: AtomicU64::new(0),
             region: AtomicPtr::new(std::ptr::null_mut()),
             parked: (0..num_helpers).map(|_| AtomicBool::new(false)).collect(),
+            caller_waits: AtomicBool::new(false),
+            caller: Mutex::new(None),
             stop: AtomicBool::new(false),
         });
-        let mut pool = Self { shared, helpers: Vec::new(), handles: Vec::new() };
+        let solo = Solo::default();
+        let mut pool = Self { shared, helpers: Vec::new(), handles: Vec::new(), solo, pins };
         for helper in 0..num_helpers {
             let shared = Arc::clone(&pool.shared);
+            let core = pool.pins.as_ref().map(|pins| pins.cores[helper + 1]);
             let thread =
                 std::thread::Builder::new().name(format!("forward-{}", helper + 1)).spawn(move || {
+                    if let Some(core) = core {
+                        pin_to(core);
+                    }
                     help_until_stopped(&shared, helper);
                 })?;
             pool.handles.push(thread.thread().clone());
@@ -111,17 +206,25 @@ impl Pool {
         self.shared.parked.len() + 1
     }
 
+    /// Pins the calling thread to its core, if the pool is pinned: the one that will call [`Self::run`] step by step.
+    pub(crate) fn pin_caller(&mut self) {
+        if let Some(pins) = &mut self.pins {
+            pins.pin_caller();
+        }
+    }
+
     /// Calls `work(piece, thread)` for each piece, spread over the threads; returns when all are done.
     ///
     /// # Panics
     /// If `work` does.
     pub(crate) fn run(&mut self, num_pieces: usize, work: &Work<'_>) {
-        if num_pieces <= 1 || self.helpers.is_empty() {
+        if num_pieces <= 1 || self.helpers.is_empty() || self.solo.lasts() {
             for piece in 0..num_pieces {
                 work(piece, 0);
             }
             return;
         }
+        let begin = Clock::now();
         let region = Region { work, next: AtomicUsize::new(0), num_pieces, panicked: AtomicBool::new(false) };
         let shared = &*self.shared;
         shared.region.store((&raw const region).cast::<Region<'static>>().cast_mut(), Ordering::Relaxed);
@@ -134,21 +237,74 @@ impl Pool {
                 handle.unpark();
             }
         }
-        region.help(0);
+        let num_done = region.help(0);
         // No one joins from here on; those inside finish the pieces they have claimed.
-        shared.state.fetch_and(!OPEN, Ordering::SeqCst);
-        let mut spins = 0_u32;
-        while shared.state.load(Ordering::Acquire) & MEMBERS != 0 {
-            spins += 1;
-            if spins < SPINS {
-                std::hint::spin_loop();
-            } else {
-                // The last member has lost its core to someone else; let it have ours.
-                std::thread::yield_now();
+        let state = shared.state.fetch_and(!OPEN, Ordering::SeqCst);
+        if state & MEMBERS != 0 {
+            let done = Clock::now();
+            shared.wait();
+            let now = Clock::now();
+            // A thread left alone with the region's last piece is waited for as long as a piece takes.
+            if now - done > HELD_UP + 2 * (done - begin) / num_done.max(1) {
+                self.solo.begin(now);
             }
         }
         assert!(!region.panicked.load(Ordering::Relaxed), "a piece of the forward pass panicked");
     }
+}
+
+/// The cores of a pinned pool.
+#[derive(Debug)]
+struct Pins {
+    /// One a thread.
+    cores: Vec<usize>,
+    /// The thread that called last, which is pinned to the first core.
+    caller: Option<ThreadId>,
+}
+
+impl Pins {
+    /// Takes the first cores that this process may run on.
+    #[cfg(target_os = "linux")]
+    fn new(num_threads: usize) -> std::io::Result<Self> {
+        use rustix::thread::{CpuSet, sched_getaffinity};
+
+        let allowed = sched_getaffinity(None)?;
+        let cores: Vec<usize> =
+            (0..CpuSet::MAX_CPU).filter(|&core| allowed.is_set(core)).take(num_threads).collect();
+        if cores.len() < num_threads {
+            let reason = format!("{num_threads} threads cannot be pinned to {} cores", cores.len());
+            return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, reason));
+        }
+        Ok(Self { cores, caller: None })
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn new(_: usize) -> std::io::Result<Self> {
+        Err(std::io::Error::new(std::io::ErrorKind::Unsupported, "threads cannot be pinned on this system"))
+    }
+
+    /// Pins the calling thread, if it did not call last.
+    fn pin_caller(&mut self) {
+        let caller = std::thread::current().id();
+        if self.caller != Some(caller) {
+            self.caller = Some(caller);
+            pin_to(self.cores[0]);
+        }
+    }
+}
+
+/// Keeps the calling thread on a core. One that was taken away since is no reason to stop.
+fn pin_to(core: usize) {
+    #[cfg(target_os = "linux")]
+    {
+        let mut cores = rustix::thread::CpuSet::new();
+        cores.set(core);
+        if let Err(err) = rustix::thread::sched_setaffinity(None, &cores) {
+            tracing::warn!(core, %err, "a thread could not be pinned");
+        }
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = core;
 }
 
 impl Drop for Pool {
@@ -196,6 +352,19 @@ impl<'a, T> Parts<'a, T> {
         // SAFETY: inside the borrowed slice, and disjoint from every other part as the caller promises.
         unsafe { std::slice::from_raw_parts_mut(self.base.add(range.start), range.len()) }
     }
+
+    /// Returns a part that others may read too.
+    ///
+    /// # Safety
+    /// No part that [`Self::get`] returned and that is in use overlaps it.
+    ///
+    /// # Panics
+    /// If it does not lie inside the slice.
+    pub(crate) unsafe fn read(&self, range: Range<usize>) -> &[T] {
+        assert!(range.start <= range.end && range.end <= self.len, "part outside the slice");
+        // SAFETY: inside the borrowed slice, and no one writes it, as the caller promises.
+        unsafe { std::slice::from_raw_parts(self.base.add(range.start), range.len()) }
+    }
 }
 
 /// The life of a helper: join each region once, otherwise spin, then park.
@@ -211,7 +380,7 @@ fn help_until_stopped(shared: &Shared, helper: usize) {
                 // SAFETY: this thread is a member, so `run` has not returned and the region on its stack is alive.
                 let region = unsafe { &*shared.region.load(Ordering::Relaxed) };
                 region.help(helper + 1);
-                shared.state.fetch_sub(1, Ordering::Release);
+                shared.leave();
                 spins = 0;
             }
             continue;
@@ -234,59 +403,5 @@ fn help_until_stopped(shared: &Shared, helper: usize) {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn pool(threads: usize) -> Pool {
-        Pool::new(NonZeroUsize::new(threads).unwrap()).unwrap()
-    }
-
-    #[test]
-    fn every_piece_is_done_once() {
-        for threads in [1, 2, 5] {
-            let mut pool = pool(threads);
-            for num_pieces in [0, 1, 2, 7, 100] {
-                for _ in 0..200 {
-                    let counts: Vec<AtomicUsize> = (0..num_pieces).map(|_| AtomicUsize::new(0)).collect();
-                    pool.run(num_pieces, &|piece, thread| {
-                        assert!(thread < threads);
-                        counts[piece].fetch_add(1, Ordering::Relaxed);
-                    });
-                    assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1));
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn parked_helpers_are_woken() {
-        let mut pool = pool(3);
-        for _ in 0..5 {
-            while !pool.shared.parked.iter().all(|parked| parked.load(Ordering::SeqCst)) {
-                std::thread::yield_now();
-            }
-            // Each piece waits for the others, so the region ends only if all three threads take part.
-            let arrived = AtomicUsize::new(0);
-            pool.run(3, &|_, _| {
-                arrived.fetch_add(1, Ordering::SeqCst);
-                while arrived.load(Ordering::SeqCst) < 3 {
-                    std::thread::yield_now();
-                }
-            });
-        }
-    }
-
-    #[test]
-    fn a_panic_reaches_the_caller_and_the_pool_lives_on() {
-        let mut pool = pool(2);
-        let result = catch_unwind(AssertUnwindSafe(|| {
-            pool.run(50, &|piece, _| assert!(piece != 20, "as planned"));
-        }));
-        assert!(result.is_err());
-        let done = AtomicUsize::new(0);
-        pool.run(50, &|_, _| {
-            done.fetch_add(1, Ordering::Relaxed);
-        });
-        assert_eq!(done.load(Ordering::Relaxed), 50);
-    }
-}
+#[path = "pool/tests.rs"]
+mod tests;

@@ -2,9 +2,12 @@
 
 use std::ops::Range;
 
-use crate::kernels::{Activation, Kernels, Output, Q8Block, RowsRef, row_stride};
+use crate::kernels::{Activation, Kernels, NR, Output, Q8Block, RowsRef, row_stride};
 use crate::pool::{Parts, Pool};
 use crate::weights::{Arena, Matrix};
+
+/// Products of numbers in a piece of a matrix product, about: ten microseconds of the slowest form.
+const PIECE_PRODUCTS: usize = 1 << 20;
 
 /// Activation rows in whichever form the weights want.
 #[derive(Debug, Default)]
@@ -96,9 +99,15 @@ pub(crate) fn multiply(
     grow(outputs, rows * matrix.padded_outputs());
     let output = Output::new(outputs, matrix.padded_outputs());
     let inputs = inputs.rows(kernels, matrix);
-    // Pairs of tiles are the kernels' stride; several pieces a thread even out threads that are held up.
     let pairs = matrix.num_tiles().div_ceil(2);
-    let pieces = if pool.num_threads() == 1 { 1 } else { pairs.min(6 * pool.num_threads()) };
+    let pieces = if pool.num_threads() == 1 {
+        1
+    } else {
+        // Short pieces, that no thread waits long for another's last one; but not so short that claiming them shows, and some a
+        // thread to even out those that are held up. Pairs of tiles are the kernels' stride.
+        let pairs_a_piece = (PIECE_PRODUCTS / (rows * matrix.padded_k() * 2 * NR)).max(1);
+        pairs.div_ceil(pairs_a_piece).max(pairs.min(6 * pool.num_threads()))
+    };
     pool.run(pieces, &|piece, _| {
         let pairs = cut(pairs, pieces, piece);
         let tiles = 2 * pairs.start..(2 * pairs.end).min(matrix.num_tiles());

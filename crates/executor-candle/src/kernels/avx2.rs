@@ -38,20 +38,6 @@ macro_rules! blocks {
     };
 }
 
-/// See `Kernels::f32_product`.
-///
-/// # Safety
-/// As there; the sizes are checked by the caller, and the machine has the instructions.
-#[target_feature(enable = "avx2,fma,f16c")]
-pub(super) unsafe fn f32_product(
-    p: &F32Product<'_>,
-    rows: Range<usize>,
-    tiles: Range<usize>,
-    out: Output<'_>,
-) {
-    blocks!(rows, tiles, |i, t| f32_block(p, i, t, out), [6, 4, 3, 2, 1]);
-}
-
 /// See `Kernels::matmul`.
 ///
 /// # Safety

@@ -69,20 +69,6 @@ macro_rules! streamed {
     };
 }
 
-/// See `Kernels::f32_product`.
-///
-/// # Safety
-/// As there; the sizes are checked by the caller, and the machine has the instructions.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub(super) unsafe fn f32_product(
-    p: &F32Product<'_>,
-    rows: Range<usize>,
-    tiles: Range<usize>,
-    out: Output<'_>,
-) {
-    pairs!(rows, tiles, 0, |i, t| f32_block(p, i, t, out), [12, 8, 6, 4, 3, 2, 1]);
-}
-
 /// See `Kernels::matmul`.
 ///
 /// # Safety
@@ -261,73 +247,6 @@ unsafe fn bf16_block<const MR: usize, const NT: usize, const AHEAD: usize>(
     }
     // SAFETY: as the caller promises.
     unsafe { store(&acc, i, t, out) };
-}
-
-/// Transposes whole blocks of 16 by 16: `out[d * out_stride + j] = rows[j * width + d]` for `j < num_rows`, `d < width`,
-/// both multiples of 16.
-///
-/// # Safety
-/// `rows` holds `num_rows * width` elements and `out` `(width - 1) * out_stride + num_rows`; the machine has the instructions.
-#[target_feature(enable = "avx512f,avx512dq")]
-pub(super) unsafe fn transpose(
-    rows: &[f32],
-    width: usize,
-    num_rows: usize,
-    out: &mut [f32],
-    out_stride: usize,
-) {
-    for j in (0..num_rows).step_by(16) {
-        for d in (0..width).step_by(16) {
-            let mut r = [_mm512_setzero_ps(); 16];
-            for (i, r) in r.iter_mut().enumerate() {
-                // SAFETY: inside the rows, as the caller promises.
-                *r = unsafe { _mm512_loadu_ps(rows.as_ptr().add((j + i) * width + d)) };
-            }
-            // After two rounds of interleaving, lane L of `quads[4 g + c]` is column 4 L + c of the rows 4 g to 4 g + 3.
-            let mut quads = [_mm512_setzero_pd(); 16];
-            for g in 0..4 {
-                let [a, b, c, e] = [r[4 * g], r[4 * g + 1], r[4 * g + 2], r[4 * g + 3]];
-                let low = [_mm512_unpacklo_ps(a, b), _mm512_unpacklo_ps(c, e)].map(|x| _mm512_castps_pd(x));
-                let high = [_mm512_unpackhi_ps(a, b), _mm512_unpackhi_ps(c, e)].map(|x| _mm512_castps_pd(x));
-                quads[4 * g] = _mm512_unpacklo_pd(low[0], low[1]);
-                quads[4 * g + 1] = _mm512_unpackhi_pd(low[0], low[1]);
-                quads[4 * g + 2] = _mm512_unpacklo_pd(high[0], high[1]);
-                quads[4 * g + 3] = _mm512_unpackhi_pd(high[0], high[1]);
-            }
-            for c in 0..4 {
-                let [a, b, e, f] = [quads[c], quads[4 + c], quads[8 + c], quads[12 + c]];
-                let ab_even = _mm512_shuffle_f64x2::<0x88>(a, b);
-                let ef_even = _mm512_shuffle_f64x2::<0x88>(e, f);
-                let ab_odd = _mm512_shuffle_f64x2::<0xdd>(a, b);
-                let ef_odd = _mm512_shuffle_f64x2::<0xdd>(e, f);
-                let columns = [
-                    _mm512_shuffle_f64x2::<0x88>(ab_even, ef_even),
-                    _mm512_shuffle_f64x2::<0x88>(ab_odd, ef_odd),
-                    _mm512_shuffle_f64x2::<0xdd>(ab_even, ef_even),
-                    _mm512_shuffle_f64x2::<0xdd>(ab_odd, ef_odd),
-                ];
-                for (lane, column) in columns.into_iter().enumerate() {
-                    // SAFETY: inside the output, as the caller promises.
-                    unsafe {
-                        let to = out.as_mut_ptr().add((d + 4 * lane + c) * out_stride + j);
-                        _mm512_storeu_ps(to, _mm512_castpd_ps(column));
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// Widens half precision; both slices are of one length, a multiple of 16.
-#[target_feature(enable = "avx512f")]
-pub(super) fn widen_f16(from: &[u16], to: &mut [f32]) {
-    for (from, to) in from.chunks_exact(16).zip(to.chunks_exact_mut(16)) {
-        // SAFETY: both chunks hold 16 elements.
-        unsafe {
-            let wide = _mm512_cvtph_ps(_mm256_loadu_si256(from.as_ptr().cast()));
-            _mm512_storeu_ps(to.as_mut_ptr(), wide);
-        }
-    }
 }
 
 /// Rounds to half precision; both slices are of one length, a multiple of 16.

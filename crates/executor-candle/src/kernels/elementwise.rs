@@ -3,8 +3,8 @@
 //! They are written once, over sixteen explicit lanes, and compiled once per instruction level. Rust neither fuses nor
 //! reorders floating-point operations, so each returns the same bits at every level.
 
+use half::f16;
 use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
-use half::{bf16, f16};
 use microserving_protocol::KvDtype;
 
 use super::{KernelLevel, Kernels};
@@ -110,39 +110,6 @@ per_level! {
     }
 }
 
-per_level! {
-    /// One step of the online softmax for one row: `scores` of `valid` positions become weights relative to the running
-    /// maximum, the rest zero; `values` (the weighted sum so far) is rescaled if the maximum grew.
-    fn softmax_step(scores: &mut [f32], valid: usize, max: &mut f32, sum: &mut f32, values: &mut [f32]) {
-        let mut lanes = [f32::NEG_INFINITY; LANES];
-        for (part, chunk) in scores.chunks_exact_mut(LANES).enumerate() {
-            for (j, (lane, score)) in lanes.iter_mut().zip(chunk).enumerate() {
-                *score = if part * LANES + j < valid { *score } else { f32::NEG_INFINITY };
-                *lane = if *score > *lane { *score } else { *lane };
-            }
-        }
-        let tile_max = max_of(&lanes);
-        let new_max = if tile_max > *max { tile_max } else { *max };
-        if new_max > *max {
-            // `exp(-inf)` is 0: the first tile rescales zeros.
-            let factor = exp(*max - new_max);
-            *sum *= factor;
-            for value in values {
-                *value *= factor;
-            }
-            *max = new_max;
-        }
-        let mut sums = [0.0; LANES];
-        for chunk in scores.chunks_exact_mut(LANES) {
-            for (lane, score) in sums.iter_mut().zip(chunk) {
-                *score = exp(*score - new_max);
-                *lane += *score;
-            }
-        }
-        *sum += sum_of(&sums);
-    }
-}
-
 /// Returns `1 / sqrt(mean(x^2) + eps)`.
 #[inline(always)]
 fn rms_factor(x: &[f32], eps: f32) -> f32 {
@@ -168,20 +135,6 @@ fn sum_of(lanes: &[f32; LANES]) -> f32 {
         width /= 2;
         for i in 0..width {
             lanes[i] += lanes[i + width];
-        }
-    }
-    lanes[0]
-}
-
-/// Returns the largest lane.
-#[inline(always)]
-fn max_of(lanes: &[f32; LANES]) -> f32 {
-    let mut lanes = *lanes;
-    let mut width = LANES;
-    while width > 1 {
-        width /= 2;
-        for i in 0..width {
-            lanes[i] = if lanes[i + width] > lanes[i] { lanes[i + width] } else { lanes[i] };
         }
     }
     lanes[0]
@@ -225,50 +178,6 @@ pub(crate) fn bf16_bits(x: f32) -> u16 {
 }
 
 impl Kernels {
-    /// Turns `num_rows` rows of `width` elements into columns: `out[d * out_stride + j] = rows[j * width + d]`. What else
-    /// lies in the first `num_rows`, rounded up to 16, columns of `out` may be overwritten.
-    pub(crate) fn transpose(
-        self,
-        rows: &[f32],
-        (num_rows, width): (usize, usize),
-        out: &mut [f32],
-        out_stride: usize,
-    ) {
-        #[cfg(target_arch = "x86_64")]
-        if self.level() == KernelLevel::Avx512 && width.is_multiple_of(LANES) {
-            let whole = num_rows.next_multiple_of(LANES);
-            if rows.len() >= whole * width && out.len() >= (width - 1) * out_stride + whole {
-                // SAFETY: `Kernels` proves the instructions, and the sizes were just checked.
-                unsafe { super::avx512::transpose(rows, width, whole, out, out_stride) };
-                return;
-            }
-        }
-        for (j, row) in rows.chunks_exact(width).take(num_rows).enumerate() {
-            for (d, &x) in row.iter().enumerate() {
-                out[d * out_stride + j] = x;
-            }
-        }
-    }
-
-    /// Widens half precision, exactly.
-    fn widen_f16(self, from: &[u16], to: &mut [f32]) {
-        let whole = from.len().min(to.len()) / LANES * LANES;
-        let (from, from_rest) = from.split_at(whole);
-        let (to, to_rest) = to.split_at_mut(whole);
-        match self.level() {
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: `Kernels` proves the instructions; both are of one length, a multiple of 16.
-            KernelLevel::Avx2 => unsafe { super::avx2::widen_f16(from, to) },
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: as above.
-            KernelLevel::Avx512 => unsafe { super::avx512::widen_f16(from, to) },
-            _ => from.reinterpret_cast::<f16>().convert_to_f32_slice(to),
-        }
-        for (to, &from) in to_rest.iter_mut().zip(from_rest) {
-            *to = f16::from_bits(from).to_f32();
-        }
-    }
-
     /// Rounds to half precision, to nearest, halves to even.
     fn narrow_f16(self, from: &[f32], to: &mut [u16]) {
         let whole = from.len().min(to.len()) / LANES * LANES;
@@ -303,29 +212,6 @@ impl Kernels {
             KvDtype::Bf16 => {
                 // SAFETY: as the caller promises.
                 self.to_bf16(row, unsafe { std::slice::from_raw_parts_mut(to.cast::<u16>(), row.len()) });
-            }
-            KvDtype::U64 => unreachable!("refused when the executor is loaded"),
-        }
-    }
-
-    /// Loads a row of KV from `from`.
-    ///
-    /// # Safety
-    /// `from` points at `row.len()` written elements of `dtype`, aligned to them, that no one writes meanwhile.
-    pub(crate) unsafe fn load_kv(self, from: *const u8, dtype: KvDtype, row: &mut [f32]) {
-        match dtype {
-            // SAFETY: as the caller promises.
-            KvDtype::F32 => unsafe { row.as_mut_ptr().copy_from_nonoverlapping(from.cast(), row.len()) },
-            KvDtype::F16 => {
-                // SAFETY: as the caller promises.
-                self.widen_f16(unsafe { std::slice::from_raw_parts(from.cast::<u16>(), row.len()) }, row);
-            }
-            KvDtype::Bf16 => {
-                // SAFETY: as the caller promises; any bits are a bf16.
-                let from = unsafe { std::slice::from_raw_parts(from.cast::<bf16>(), row.len()) };
-                for (to, &from) in row.iter_mut().zip(from) {
-                    *to = f32::from_bits(u32::from(from.to_bits()) << 16);
-                }
             }
             KvDtype::U64 => unreachable!("refused when the executor is loaded"),
         }

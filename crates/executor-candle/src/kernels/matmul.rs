@@ -77,11 +77,12 @@ impl<'a> Output<'a> {
     }
 }
 
-/// One plain f32 product with free strides: what attention multiplies with, and the core of the packed f32 form.
+/// One plain f32 product with free strides: the core of the packed f32 form, and of forms that are unpacked first.
 ///
 /// `c[i][16 t + j] (+)= sum over x < k of a[i * lda + x] * w[t * tile + x * ldw + j]`
+#[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct F32Product<'a> {
+pub(super) struct F32Product<'a> {
     /// Left rows.
     pub(crate) a: &'a [f32],
     /// Elements between left rows.
@@ -98,49 +99,7 @@ pub(crate) struct F32Product<'a> {
     pub(crate) accumulate: bool,
 }
 
-impl F32Product<'_> {
-    /// Panics unless every element that `rows` and `tiles` touch lies inside the slices.
-    fn check(&self, rows: &Range<usize>, tiles: &Range<usize>, out: &Output<'_>) {
-        if rows.is_empty() || tiles.is_empty() || self.k == 0 {
-            return;
-        }
-        assert!((rows.end - 1) * self.lda + self.k <= self.a.len(), "left rows end early");
-        assert!(
-            (tiles.end - 1) * self.tile + (self.k - 1) * self.ldw + NR <= self.w.len(),
-            "right tiles end early"
-        );
-        assert!((rows.end - 1) * out.stride + tiles.end * NR <= out.len, "output ends early");
-    }
-}
-
 impl Kernels {
-    /// Computes rows `rows` and tiles `tiles` of a product of free strides.
-    ///
-    /// # Safety
-    /// No one else may access the columns `16 * tiles` of the rows `rows` of `out` meanwhile.
-    pub(crate) unsafe fn f32_product(
-        self,
-        product: &F32Product<'_>,
-        rows: Range<usize>,
-        tiles: Range<usize>,
-        out: Output<'_>,
-    ) {
-        product.check(&rows, &tiles, &out);
-        match self.level() {
-            // SAFETY: the ranges were checked; exclusive access is the caller's promise.
-            KernelLevel::Plain => unsafe { plain::f32_product(product, rows, tiles, out) },
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: as above, and `Kernels` proves the instructions are there.
-            KernelLevel::Avx2 => unsafe { avx2::f32_product(product, rows, tiles, out) },
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: as above.
-            KernelLevel::Avx512 => unsafe { avx512::f32_product(product, rows, tiles, out) },
-            #[cfg(not(target_arch = "x86_64"))]
-            // SAFETY: as above; other levels cannot be constructed on this machine.
-            _ => unsafe { plain::f32_product(product, rows, tiles, out) },
-        }
-    }
-
     /// Computes the columns of `tiles` for all `num_rows` rows: `out[i] = rows[i] * matrix^T`.
     ///
     /// # Safety

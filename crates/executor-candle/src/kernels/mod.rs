@@ -16,11 +16,13 @@
 //!
 //! and the quantised types as [`quants`] draws them.
 
+mod attention;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod elementwise;
+mod lanes;
 mod level;
 mod matmul;
 mod plain;
@@ -29,10 +31,13 @@ mod rows;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use attention::{KvHead, Queries, SEGMENT, WIDE_ROWS, WideState, is_narrow, partial_len};
 pub(crate) use elementwise::bf16_bits;
 pub use level::KernelLevel;
 pub(crate) use level::Kernels;
-pub(crate) use matmul::{F32Product, MatrixRef, Output, RowsRef};
+#[cfg(target_arch = "x86_64")]
+use matmul::F32Product;
+pub(crate) use matmul::{MatrixRef, Output, RowsRef};
 pub(crate) use quants::{BLOCK, Quants};
 pub(crate) use rows::{Activation, Q8Block, row_stride};
 

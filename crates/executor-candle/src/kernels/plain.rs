@@ -5,34 +5,7 @@ use std::ops::Range;
 use half::f16;
 
 use super::quants::BLOCK;
-use super::{F32Product, MatrixRef, NR, Output, Q8Block, Quants, RowsRef};
-
-/// See `Kernels::f32_product`.
-///
-/// # Safety
-/// As there; the sizes are checked by the caller.
-pub(super) unsafe fn f32_product(
-    p: &F32Product<'_>,
-    rows: Range<usize>,
-    tiles: Range<usize>,
-    out: Output<'_>,
-) {
-    for i in rows {
-        let a = &p.a[i * p.lda..][..p.k];
-        for tile in tiles.clone() {
-            // SAFETY: the caller checked that this row's lanes lie inside the output and has exclusive access to them.
-            let c = unsafe { lanes(out, i, tile) };
-            let mut sums = if p.accumulate { *c } else { [0.0; NR] };
-            for (x, &left) in a.iter().enumerate() {
-                let w = &p.w[tile * p.tile + x * p.ldw..][..NR];
-                for (sum, &right) in sums.iter_mut().zip(w) {
-                    *sum += left * right;
-                }
-            }
-            *c = sums;
-        }
-    }
-}
+use super::{MatrixRef, NR, Output, Q8Block, Quants, RowsRef};
 
 /// See `Kernels::matmul`.
 ///

@@ -207,28 +207,50 @@ fn odd_sizes_change_nothing() {
     }
 }
 
-/// A prompt of more rows than go through a layer together, alone and beside others.
+/// A prompt of more rows than go through a layer together, over several segments of attention, alone and beside others, prefilled
+/// or decoded, on one to three threads.
 #[test]
 fn long_prompts_change_nothing() {
-    let mut config = tiny("qwen2").config;
+    let mut config = tiny("qwen3").config;
     config["vocab_size"] = VOCAB.into();
+    config["head_dim"] = 32.into();
     config["max_position_embeddings"] = 1024.into();
     let directory = tempfile::tempdir().unwrap();
     crate::tiny::Tiny::new(config).write_directory(directory.path(), DType::F32, 1);
-    for dtype in [WeightDtype::F32, WeightDtype::Bf16, WeightDtype::Q8_0] {
-        let mut config = CandleConfig::new(directory.path());
-        config.dtype = dtype;
-        config.threads = NonZeroUsize::new(2).unwrap();
-        let mut driver = Driver::load(&config, 128);
-        let (long, short) = (Sequence::new(7, 620, 2), Sequence::new(8, 200, 2));
-        let alone = run(&mut driver, vec![Run::new(&long, pages(0..40), 100)]);
-        let together = vec![
-            Run::new(&short, pages(50..70), 512),
-            Run::new(&long, pages((80..120).rev()), 1024),
-            Run::new(&short, pages(120..128).into_iter().chain(pages(70..80)).collect(), 199),
-        ];
-        let traces = run(&mut driver, together);
-        assert!(traces[1] == alone[0] && traces[0] == traces[2], "{dtype}");
+    let (long, short) = (Sequence::new(7, 620, 2), Sequence::new(8, 200, 2));
+    // The same tokens, decoded from early on.
+    let decoded = Sequence { prompt: long.prompt[..250].to_vec(), decoded: long.prompt[250..].to_vec() };
+    for level in levels() {
+        for (dtype, kv_dtype) in [
+            (WeightDtype::F32, KvDtype::F32),
+            (WeightDtype::F32, KvDtype::Bf16),
+            (WeightDtype::Bf16, KvDtype::Bf16),
+            (WeightDtype::Q8_0, KvDtype::F16),
+        ] {
+            let load = |threads| {
+                let mut config = CandleConfig::new(directory.path());
+                (config.dtype, config.kv_dtype, config.kernel_level) = (dtype, kv_dtype, Some(level));
+                config.threads = NonZeroUsize::new(threads).unwrap();
+                Driver::load(&config, 128)
+            };
+            let name = format!("{dtype}/{level} kv {kv_dtype}");
+            let mut driver = load(1);
+            let alone = run(&mut driver, vec![Run::new(&long, pages(0..40), 100)]);
+            for threads in [1, 2, 3] {
+                let mut driver = load(threads);
+                let together = vec![
+                    Run::new(&short, pages(50..70), 512),
+                    Run::new(&long, pages((80..120).rev()), 1024),
+                    Run::new(&short, pages(120..128).into_iter().chain(pages(70..80)).collect(), 199),
+                ];
+                let traces = run(&mut driver, together);
+                assert!(traces[1] == alone[0] && traces[0] == traces[2], "{name} on {threads} threads");
+            }
+            let mut driver = load(2);
+            let traces = run(&mut driver, vec![Run::new(&decoded, pages(0..40), 64)]);
+            // 370 tokens are decoded, the last of which is the prompt's end.
+            assert!(traces[0].log_probs.last() == alone[0].log_probs.first(), "{name}, decoded");
+        }
     }
 }
 
