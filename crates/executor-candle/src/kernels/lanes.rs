@@ -1,6 +1,7 @@
 //! Sixteen lanes of f32 at each instruction level, and transposing them: what attention is written over, once.
 //!
-//! The methods are inlined into functions that were compiled for their level, so each is an instruction or a few.
+//! The methods are inlined into functions that were compiled for their level, so each is an instruction or a few. None of them has
+//! a closure: a closure is a function of its own, compiled for any machine, into which no intrinsic can be inlined.
 
 /// Sixteen f32 in registers.
 ///
@@ -281,10 +282,14 @@ mod x86 {
                 _mm256_cvtph_ps(_mm_loadu_si128(from.cast())),
                 _mm256_cvtph_ps(_mm_loadu_si128(from.add(8).cast())),
             ];
-            load_bf16(from: *const u16) -> Pair = [from, from.add(8)].map(|from| {
-                let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
-                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
-            });
+            load_bf16(from: *const u16) -> Pair = {
+                let low = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+                let high = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.add(8).cast()));
+                [
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(low)),
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(high)),
+                ]
+            };
             add(a: Pair, b: Pair) -> Pair = [_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])];
             sub(a: Pair, b: Pair) -> Pair = [_mm256_sub_ps(a[0], b[0]), _mm256_sub_ps(a[1], b[1])];
             mul(a: Pair, b: Pair) -> Pair = [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])];
@@ -292,36 +297,40 @@ mod x86 {
             fma(a: Pair, b: Pair, c: Pair) -> Pair =
                 [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])];
             max(a: Pair, b: Pair) -> Pair = [_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])];
-            more(counts: *const i32, than: i32) -> Pair = [counts, counts.add(8)].map(|counts| {
-                let counts = _mm256_loadu_si256(counts.cast());
-                _mm256_castsi256_ps(_mm256_cmpgt_epi32(counts, _mm256_set1_epi32(than)))
-            });
+            more(counts: *const i32, than: i32) -> Pair = {
+                let (low, high) = (_mm256_loadu_si256(counts.cast()), _mm256_loadu_si256(counts.add(8).cast()));
+                let than = _mm256_set1_epi32(than);
+                [
+                    _mm256_castsi256_ps(_mm256_cmpgt_epi32(low, than)),
+                    _mm256_castsi256_ps(_mm256_cmpgt_epi32(high, than)),
+                ]
+            };
             select(mask: Pair, then: Pair, otherwise: Pair) -> Pair = [
                 _mm256_blendv_ps(otherwise[0], then[0], mask[0]),
                 _mm256_blendv_ps(otherwise[1], then[1], mask[1]),
             ];
-            round(x: Pair) -> Pair = x.map(|x| _mm256_round_ps::<_MM_FROUND_TO_NEAREST_INT>(x));
-            scale(p: Pair, n: Pair) -> Pair = [(p[0], n[0]), (p[1], n[1])].map(|(p, n)| {
-                let exponent = _mm256_slli_epi32::<23>(_mm256_cvtps_epi32(n));
-                let power = _mm256_castsi256_ps(_mm256_add_epi32(exponent, _mm256_set1_epi32(0x3f80_0000)));
-                // A NaN is not below, and makes the product one.
-                let too_small = _mm256_cmp_ps::<_CMP_LT_OQ>(n, _mm256_set1_ps(-126.0));
-                _mm256_andnot_ps(too_small, _mm256_mul_ps(p, power))
-            });
+            round(x: Pair) -> Pair = [
+                _mm256_round_ps::<_MM_FROUND_TO_NEAREST_INT>(x[0]),
+                _mm256_round_ps::<_MM_FROUND_TO_NEAREST_INT>(x[1]),
+            ];
+            scale(p: Pair, n: Pair) -> Pair = [scale_eight(p[0], n[0]), scale_eight(p[1], n[1])];
         }
 
         #[inline(always)]
         unsafe fn transpose(rows: &mut [Pair; 16]) {
             // SAFETY: the machine has the instructions, as the caller promises.
             unsafe {
-                let quarter = |row: usize, half: usize| {
-                    let mut eight = [_mm256_setzero_ps(); 8];
-                    for (i, lanes) in eight.iter_mut().enumerate() {
-                        *lanes = rows[row + i][half];
+                let mut quarters = [[[_mm256_setzero_ps(); 8]; 2]; 2];
+                for (i, row) in rows.iter().enumerate() {
+                    for (half, &lanes) in row.iter().enumerate() {
+                        quarters[i / 8][half][i % 8] = lanes;
                     }
-                    transpose_eight(eight)
-                };
-                let quarters = [[quarter(0, 0), quarter(0, 1)], [quarter(8, 0), quarter(8, 1)]];
+                }
+                for pair in &mut quarters {
+                    for quarter in pair {
+                        transpose_eight(quarter);
+                    }
+                }
                 for i in 0..8 {
                     rows[i] = [quarters[0][0][i], quarters[1][0][i]];
                     rows[8 + i] = [quarters[0][1][i], quarters[1][1][i]];
@@ -335,7 +344,7 @@ mod x86 {
     /// # Safety
     /// The machine has AVX.
     #[inline(always)]
-    unsafe fn transpose_eight(r: [__m256; 8]) -> [__m256; 8] {
+    unsafe fn transpose_eight(r: &mut [__m256; 8]) {
         // SAFETY: the machine has the instructions, as the caller promises.
         unsafe {
             let mut pairs = [_mm256_setzero_ps(); 8];
@@ -351,12 +360,26 @@ mod x86 {
                 quads[4 * h + 2] = _mm256_shuffle_ps::<0x44>(b, e);
                 quads[4 * h + 3] = _mm256_shuffle_ps::<0xee>(b, e);
             }
-            let mut columns = [_mm256_setzero_ps(); 8];
             for i in 0..4 {
-                columns[i] = _mm256_permute2f128_ps::<0x20>(quads[i], quads[4 + i]);
-                columns[4 + i] = _mm256_permute2f128_ps::<0x31>(quads[i], quads[4 + i]);
+                r[i] = _mm256_permute2f128_ps::<0x20>(quads[i], quads[4 + i]);
+                r[4 + i] = _mm256_permute2f128_ps::<0x31>(quads[i], quads[4 + i]);
             }
-            columns
+        }
+    }
+
+    /// Half of `Lanes::scale`.
+    ///
+    /// # Safety
+    /// The machine has AVX2.
+    #[inline(always)]
+    unsafe fn scale_eight(p: __m256, n: __m256) -> __m256 {
+        // SAFETY: the machine has the instructions, as the caller promises.
+        unsafe {
+            let exponent = _mm256_slli_epi32::<23>(_mm256_cvtps_epi32(n));
+            let power = _mm256_castsi256_ps(_mm256_add_epi32(exponent, _mm256_set1_epi32(0x3f80_0000)));
+            // A NaN is not below, and makes the product one.
+            let too_small = _mm256_cmp_ps::<_CMP_LT_OQ>(n, _mm256_set1_ps(-126.0));
+            _mm256_andnot_ps(too_small, _mm256_mul_ps(p, power))
         }
     }
 }
