@@ -1,10 +1,8 @@
 //! What CI checks beside the tests.
 
-use std::process::Command;
-
 use anyhow::Result;
 
-use crate::{configuration, layers, nvshmem, shell};
+use crate::{configuration, kernels, layers, nvshmem, shell};
 
 /// Runs the checks, cheapest first.
 pub(crate) fn run() -> Result<()> {
@@ -16,16 +14,17 @@ pub(crate) fn run() -> Result<()> {
             shell::cargo().args(["clippy", "--workspace"]).args(*features).args(["--", "-D", "warnings"]),
         )?;
     }
-    shell::run(Command::new("sh").arg("kernels/check.sh").current_dir(shell::root()))?;
+    kernels::run_in_ci()?;
     nvshmem::run_if_fetched()?;
     shell::run(shell::cargo().args(["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings"))?;
     shell::run(shell::cargo().args(["test", "--workspace", "--doc"]))?;
     configuration::run(&configuration::Args::check())
 }
 
-/// Feature sets other than the default one, which everything above uses: no candle, and the model hub with the
-/// stub engine over gRPC.
+/// Feature sets other than the default one, which everything above uses: no candle; the model hub with the stub
+/// engine over gRPC; the kernels' tests on the CPU.
 const FEATURES: &[&[&str]] = &[
     &["--no-default-features"],
     &["--examples", "--features", "microserving-engined/hub,microserving-examples/grpc"],
+    &["--tests", "--features", "microserving-kernels/emulated"],
 ];

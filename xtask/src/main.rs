@@ -8,6 +8,7 @@ mod bench;
 mod ci;
 mod configuration;
 mod demo;
+mod kernels;
 mod layers;
 mod model;
 mod nvshmem;
@@ -15,6 +16,7 @@ mod shape;
 mod shell;
 mod table;
 mod tests;
+mod wheels;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
@@ -39,6 +41,8 @@ enum Command {
     Bench(bench::Args),
     /// Fetches NVSHMEM's packages, and checks what is built against them: bindings, loading, two processes that find each other.
     Nvshmem(nvshmem::Args),
+    /// Compiles the kernels for GPUs, reports registers and spills, and runs every kernel on the CPU.
+    Kernels(kernels::Args),
     /// Checks the crates' dependencies against the drawing in ARCHITECTURE.md.
     Layers,
     /// Prints the sizes of files and functions, to talk about.
@@ -54,6 +58,7 @@ fn main() -> Result<()> {
         Command::Ci => ci::run(),
         Command::Bench(args) => bench::run(&args),
         Command::Nvshmem(args) => nvshmem::run(&args),
+        Command::Kernels(args) => kernels::run(&args),
         Command::Layers => layers::run(),
         Command::Shape => shape::run(),
         Command::Configuration(args) => configuration::run(&args),

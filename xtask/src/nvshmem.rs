@@ -1,11 +1,10 @@
 //! NVSHMEM without a GPU: its packages fetched, bindings made and checked, the library loaded and asked.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Result, bail};
 
-use crate::shell;
+use crate::{shell, wheels};
 
 /// What is built against: the versions fit each other, and the CUDA 13.0 toolkit of driver 580. The compiler's library is for bindgen.
 const PACKAGES: [&str; 5] = [
@@ -56,21 +55,11 @@ impl Home {
     /// Installs the packages below the target folder, unless they are there. Nothing of them is part of this repository.
     fn fetch() -> Result<Self> {
         let dir = shell::target_dir().join("nvshmem");
-        let stamp = dir.join("packages");
-        let wanted = PACKAGES.join("\n");
-        if std::fs::read_to_string(&stamp).is_ok_and(|installed| installed == wanted) {
-            return Ok(Self(dir));
-        }
-        if dir.exists() {
-            std::fs::remove_dir_all(&dir).with_context(|| format!("cannot clear {}", dir.display()))?;
-        }
-        let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target"];
-        shell::run(Command::new("python3").args(pip).arg(&dir).args(PACKAGES))?;
+        wheels::install(&dir, &PACKAGES)?;
         let home = Self(dir);
         if !home.library().is_file() {
             bail!("the packages hold no {}", home.library().display());
         }
-        std::fs::write(stamp, wanted)?;
         Ok(home)
     }
 

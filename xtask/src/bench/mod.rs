@@ -6,7 +6,7 @@ mod load;
 mod micro;
 mod patterns;
 mod router;
-mod row;
+pub(crate) mod row;
 mod switch;
 mod transfer;
 
