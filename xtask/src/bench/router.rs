@@ -23,7 +23,7 @@ const PROMPT_BYTES: [usize; 3] = [200, 2 << 10, 16 << 10];
 const CLIENTS: [usize; 2] = [1, 64];
 const OUTPUT_TOKENS: usize = 16;
 const REPEATS: usize = 3;
-/// 60 cells, or 132 with the peers, each of them so often: with starting and stopping about two minutes, or five.
+/// 108 cells, or 180 with the peers, each of them so often: with starting and stopping about four minutes, or seven.
 const WARM_UP: Duration = Duration::from_millis(100);
 const MEASURED: Duration = Duration::from_millis(600);
 
@@ -35,6 +35,12 @@ enum Setup {
     /// Data parallel as it is for requests that need more than to be passed on: read, tokenised, and made anew.
     Read,
     PrefillDecode,
+    /// The same over gRPC.
+    PrefillDecodeGrpc,
+    /// Data parallel for a client that sends token ids: nobody has to tokenise.
+    DataParallelIds,
+    /// Prefill–decode for a client that sends token ids.
+    PrefillDecodeIds,
     /// Through another proxy, by its place among those.
     Beside(usize),
 }
@@ -44,10 +50,16 @@ impl Setup {
     const fn calls(self) -> &'static [&'static str] {
         match self {
             Self::Direct | Self::Beside(_) => &[],
-            Self::DataParallel => &["relay"],
+            Self::DataParallel | Self::DataParallelIds => &["relay"],
             Self::Read => &["start_generate"],
-            Self::PrefillDecode => &["prep_recv", "remote_send", "start_generate"],
+            Self::PrefillDecode | Self::PrefillDecodeGrpc | Self::PrefillDecodeIds => {
+                &["prep_recv", "remote_send", "start_generate"]
+            }
         }
+    }
+
+    const fn sends_ids(self) -> bool {
+        matches!(self, Self::DataParallelIds | Self::PrefillDecodeIds)
     }
 }
 
@@ -69,11 +81,18 @@ impl Shape {
     }
 
     /// Prompts differ from their first page on, so that nothing is taken from a cache and the router's index fills as in use.
-    fn body(self) -> String {
+    fn body(self, as_ids: bool) -> String {
         let words = "the quick brown fox jumps over the lazy dog ".repeat(self.prompt_bytes / 40 + 1);
-        let prompt = format!("{MARK} {}", &words[..self.prompt_bytes - MARK.len() - 1]);
-        json!({"model": "stub", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": self.stream})
-            .to_string()
+        let mut body =
+            json!({"model": "stub", "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": self.stream});
+        if as_ids {
+            // A salt makes all pages different.
+            body["prompt"] = words.as_bytes()[..self.prompt_bytes].into();
+            body["cache_salt"] = MARK.into();
+        } else {
+            body["prompt"] = format!("{MARK} {}", &words[..self.prompt_bytes - MARK.len() - 1]).into();
+        }
+        body.to_string()
     }
 
     /// Says whether an answer is complete; looks at no more than it must, since it runs beside what is measured.
@@ -143,6 +162,8 @@ pub(crate) fn run(rows: &mut Rows, peers: bool) -> Result<()> {
 /// The processes under test.
 struct Stage {
     router: Daemon,
+    /// The router that calls by gRPC.
+    grpc_router: Daemon,
     stubs: Vec<Daemon>,
     beside: Vec<Daemon>,
     cores: Option<Cores>,
@@ -158,6 +179,8 @@ impl Stage {
             "microserving-examples",
             "--bin",
             "routerd",
+            "--features",
+            "microserving-examples/grpc",
             "--example",
             "stub_engine",
             "--example",
@@ -179,15 +202,29 @@ impl Stage {
             stubs.push(stub);
         }
         args.extend(["--min-engines".to_owned(), stubs.len().to_string()]);
-        let spawn = || Daemon::spawn("router", &binaries.join("routerd"), &args, patience);
-        let mut router = Cores::on_last(cores.as_ref(), spawn)?;
-        router.wait_ready(patience)?;
+        let start = |wire: &str| {
+            let args = [&args[..], &["--wire".to_owned(), wire.to_owned()]].concat();
+            let name = format!("router-{wire}");
+            let spawn = || Daemon::spawn(&name, &binaries.join("routerd"), &args, patience);
+            let mut router = Cores::on_last(cores.as_ref(), spawn)?;
+            router.wait_ready(patience)?;
+            anyhow::Ok(router)
+        };
+        let (router, grpc_router) = (start("rest")?, start("grpc")?);
         let beside = Cores::on_last(cores.as_ref(), || beside::start(&binaries, &stubs, peers))?;
-        Ok(Self { router, stubs, beside, cores })
+        Ok(Self { router, grpc_router, stubs, beside, cores })
     }
 
     fn setups(&self) -> Vec<Setup> {
-        let ours = [Setup::Direct, Setup::DataParallel, Setup::Read, Setup::PrefillDecode];
+        let ours = [
+            Setup::Direct,
+            Setup::DataParallel,
+            Setup::Read,
+            Setup::PrefillDecode,
+            Setup::PrefillDecodeGrpc,
+            Setup::DataParallelIds,
+            Setup::PrefillDecodeIds,
+        ];
         ours.into_iter().chain((0..self.beside.len()).map(Setup::Beside)).collect()
     }
 
@@ -197,6 +234,9 @@ impl Stage {
             Setup::DataParallel => "data_parallel",
             Setup::Read => "data_parallel, read",
             Setup::PrefillDecode => "prefill_decode",
+            Setup::PrefillDecodeGrpc => "prefill_decode, gRPC",
+            Setup::DataParallelIds => "data_parallel, ids",
+            Setup::PrefillDecodeIds => "prefill_decode, ids",
             Setup::Beside(place) => self.beside[place].name(),
         }
     }
@@ -205,6 +245,7 @@ impl Stage {
     fn process(&self, setup: Setup) -> &Daemon {
         match setup {
             Setup::Beside(place) => &self.beside[place],
+            Setup::PrefillDecodeGrpc => &self.grpc_router,
             _ => &self.router,
         }
     }
@@ -241,10 +282,11 @@ impl Stage {
             check: &check,
         };
         let process = self.process(setup);
-        let (before, cpu) = (Books::of(&self.router)?, process.cpu_time()?);
+        let router = if setup == Setup::PrefillDecodeGrpc { &self.grpc_router } else { &self.router };
+        let (before, cpu) = (Books::of(router)?, process.cpu_time()?);
         let seen = load.run(next_number);
         let cpu = process.cpu_time()?.saturating_sub(cpu);
-        let books = Books::of(&self.router)?.since(&before);
+        let books = Books::of(router)?.since(&before);
         cell.note(&seen, &books);
         let (now, peak) = process.resident_bytes()?;
         cell.rss_bytes = now;
@@ -260,13 +302,15 @@ impl Stage {
 
     /// Clients of stubs go to each in turn, as the router does.
     fn messages(&self, setup: Setup, shape: Shape) -> Result<Vec<Message>> {
-        let body = shape.body();
+        let body = shape.body(setup.sends_ids());
         let headers: &[(&str, &str)] = match setup {
             Setup::Direct | Setup::Beside(_) => &[],
-            Setup::DataParallel => &[("x-microserving-pattern", "data_parallel")],
+            Setup::DataParallel | Setup::DataParallelIds => &[("x-microserving-pattern", "data_parallel")],
             // Who wants to know what was computed where gets an answer that was read.
             Setup::Read => &[("x-microserving-pattern", "data_parallel"), ("x-microserving-stats", "1")],
-            Setup::PrefillDecode => &[("x-microserving-pattern", "prefill_decode")],
+            Setup::PrefillDecode | Setup::PrefillDecodeGrpc | Setup::PrefillDecodeIds => {
+                &[("x-microserving-pattern", "prefill_decode")]
+            }
         };
         let servers: Vec<&Daemon> = match setup {
             Setup::Direct => self.stubs.iter().collect(),
@@ -428,8 +472,10 @@ mod tests {
     #[test]
     fn prompts_have_the_bytes_they_say() {
         for shape in Shape::all() {
-            let body: Value = serde_json::from_str(&shape.body()).expect("JSON");
+            let body: Value = serde_json::from_str(&shape.body(false)).expect("JSON");
             assert_eq!(body["prompt"].as_str().map(str::len), Some(shape.prompt_bytes));
+            let body: Value = serde_json::from_str(&shape.body(true)).expect("JSON");
+            assert_eq!(body["prompt"].as_array().map(Vec::len), Some(shape.prompt_bytes));
         }
     }
 
