@@ -8,8 +8,8 @@
 //! - only threads that did join are waited for, first spinning, then asleep, so that whoever holds their core can be moved to ours;
 //! - a thread without work spins for some microseconds, then parks;
 //! - a thread that lost its core in the middle of a piece holds the region up for a whole time slice of the other. With a core
-//!   short, that happens all the time, and two threads are slower than one. So after a hold-up the caller computes alone for a
-//!   while, and the longer the sooner the last one was: see [`Solo`].
+//!   short, that happens all the time, and two threads are slower than one. So those who held the others up are left out for a while,
+//!   and the longer the sooner the last hold-up was: see [`Bench`].
 //!
 //! Which thread computes a piece never shows in the result: pieces write disjoint places and each is computed alone. So the clock,
 //! which says who takes part, has no say in what comes out.
@@ -33,9 +33,9 @@ const SPINS: u32 = 2_000;
 /// A wait beyond some pieces' time that only a lost core explains.
 const HELD_UP: Duration = Duration::from_micros(500);
 
-/// How long the caller computes alone after a hold-up at first, and at most.
-const SOLO: Duration = Duration::from_millis(10);
-const LONGEST_SOLO: Duration = Duration::from_millis(160);
+/// How long a thread is left out after a hold-up at first, and at most.
+const BENCH: Duration = Duration::from_millis(10);
+const LONGEST_BENCH: Duration = Duration::from_millis(160);
 
 /// Set in [`Shared::state`] while a region may be joined. Below it the number of threads inside, above it the region's number.
 const OPEN: u64 = 1 << 16;
@@ -81,13 +81,25 @@ struct Shared {
     state: AtomicU64,
     /// The open region; valid while `state` says it is open or has members.
     region: AtomicPtr<Region<'static>>,
-    /// One flag a helper: it is parked, or about to be.
-    parked: Vec<AtomicBool>,
+    members: Vec<Member>,
     /// The caller sleeps until the last member leaves, or is about to.
     caller_waits: AtomicBool,
     /// Who that is.
     caller: Mutex<Option<Thread>>,
     stop: AtomicBool,
+}
+
+/// What the others know of a helper.
+#[derive(Debug, Default)]
+struct Member {
+    /// It is parked, or about to be.
+    parked: AtomicBool,
+    /// It is in a region.
+    inside: AtomicBool,
+    /// It was inside when the caller went to sleep.
+    late: AtomicBool,
+    /// It is left out.
+    benched: AtomicBool,
 }
 
 impl Shared {
@@ -96,7 +108,8 @@ impl Shared {
     }
 
     /// Ends a helper's membership.
-    fn leave(&self) {
+    fn leave(&self, helper: usize) {
+        self.members[helper].inside.store(false, Ordering::Relaxed);
         // SeqCst: either this thread sees that the caller waits, or the caller sees that no member is left.
         let before = self.state.fetch_sub(1, Ordering::SeqCst);
         if before & MEMBERS == 1 && self.caller_waits.load(Ordering::SeqCst) {
@@ -107,48 +120,56 @@ impl Shared {
         }
     }
 
-    /// Waits until no member is left.
-    fn wait(&self) {
+    /// Waits until no member is left; says whether it had to sleep, after which [`Member::late`] holds.
+    fn wait(&self) -> bool {
         for _ in 0..SPINS {
             if !self.has_members(Ordering::Acquire) {
-                return;
+                return false;
             }
             std::hint::spin_loop();
         }
         *self.caller.lock().unwrap_or_else(PoisonError::into_inner) = Some(std::thread::current());
         self.caller_waits.store(true, Ordering::SeqCst);
+        for member in &self.members {
+            member.late.store(member.inside.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
         while self.has_members(Ordering::SeqCst) {
             std::thread::park();
         }
         self.caller_waits.store(false, Ordering::SeqCst);
+        true
     }
 }
 
-/// When the caller computes alone.
+/// How long threads are left out.
 #[derive(Debug, Default)]
-struct Solo {
+struct Bench {
+    /// Threads left out.
+    num_threads: usize,
     until: Option<Clock>,
-    /// The length of the last one; doubled as long as hold-ups follow each other closely.
+    /// The length of the last time; doubled as long as hold-ups follow each other closely.
     length: Duration,
     last: Option<Clock>,
 }
 
-impl Solo {
-    /// Says whether it lasts.
-    fn lasts(&mut self) -> bool {
-        let lasts = self.until.is_some_and(|until| Clock::now() < until);
-        if !lasts {
-            self.until = None;
-        }
-        lasts
+impl Bench {
+    /// Says whether the time is over for those left out.
+    fn is_over(&self) -> bool {
+        self.until.is_some_and(|until| Clock::now() >= until)
     }
 
-    /// Begins one, after a hold-up.
-    fn begin(&mut self, now: Clock) {
+    /// Leaves out some more, after a hold-up.
+    fn add(&mut self, num_threads: usize, now: Clock) {
         let is_soon = self.last.is_some_and(|last| now - last < 4 * self.length);
-        self.length = if is_soon { (2 * self.length).min(LONGEST_SOLO) } else { SOLO };
+        self.length = if is_soon { (2 * self.length).min(LONGEST_BENCH) } else { BENCH };
         self.last = Some(now);
         self.until = Some(now + self.length);
+        self.num_threads += num_threads;
+    }
+
+    /// Lets all take part again.
+    fn clear(&mut self) {
+        (self.num_threads, self.until) = (0, None);
     }
 }
 
@@ -157,7 +178,7 @@ pub(crate) struct Pool {
     shared: Arc<Shared>,
     helpers: Vec<JoinHandle<()>>,
     handles: Vec<Thread>,
-    solo: Solo,
+    bench: Bench,
     pins: Option<Pins>,
 }
 
@@ -178,13 +199,13 @@ impl Pool {
         let shared = Arc::new(Shared {
             state: AtomicU64::new(0),
             region: AtomicPtr::new(std::ptr::null_mut()),
-            parked: (0..num_helpers).map(|_| AtomicBool::new(false)).collect(),
+            members: (0..num_helpers).map(|_| Member::default()).collect(),
             caller_waits: AtomicBool::new(false),
             caller: Mutex::new(None),
             stop: AtomicBool::new(false),
         });
-        let solo = Solo::default();
-        let mut pool = Self { shared, helpers: Vec::new(), handles: Vec::new(), solo, pins };
+        let bench = Bench::default();
+        let mut pool = Self { shared, helpers: Vec::new(), handles: Vec::new(), bench, pins };
         for helper in 0..num_helpers {
             let shared = Arc::clone(&pool.shared);
             let core = pool.pins.as_ref().map(|pins| pins.cores[helper + 1]);
@@ -203,7 +224,7 @@ impl Pool {
 
     /// Returns the number of threads, the caller included.
     pub(crate) fn num_threads(&self) -> usize {
-        self.shared.parked.len() + 1
+        self.shared.members.len() + 1
     }
 
     /// Pins the calling thread to its core, if the pool is pinned: the one that will call [`Self::run`] step by step.
@@ -218,7 +239,10 @@ impl Pool {
     /// # Panics
     /// If `work` does.
     pub(crate) fn run(&mut self, num_pieces: usize, work: &Work<'_>) {
-        if num_pieces <= 1 || self.helpers.is_empty() || self.solo.lasts() {
+        if self.bench.is_over() {
+            self.recall();
+        }
+        if num_pieces <= 1 || self.helpers.len() == self.bench.num_threads {
             for piece in 0..num_pieces {
                 work(piece, 0);
             }
@@ -232,8 +256,8 @@ impl Pool {
         // that parks sees the region, or this thread sees that it is parked.
         let number = (shared.state.load(Ordering::Relaxed) & !(OPEN | MEMBERS)).wrapping_add(NEXT_REGION);
         shared.state.store(number | OPEN, Ordering::SeqCst);
-        for (parked, handle) in shared.parked.iter().zip(&self.handles) {
-            if parked.load(Ordering::SeqCst) {
+        for (member, handle) in shared.members.iter().zip(&self.handles) {
+            if member.parked.load(Ordering::SeqCst) && !member.benched.load(Ordering::Relaxed) {
                 handle.unpark();
             }
         }
@@ -242,14 +266,28 @@ impl Pool {
         let state = shared.state.fetch_and(!OPEN, Ordering::SeqCst);
         if state & MEMBERS != 0 {
             let done = Clock::now();
-            shared.wait();
+            let has_slept = shared.wait();
             let now = Clock::now();
             // A thread left alone with the region's last piece is waited for as long as a piece takes.
-            if now - done > HELD_UP + 2 * (done - begin) / num_done.max(1) {
-                self.solo.begin(now);
+            if has_slept && now - done > HELD_UP + 2 * (done - begin) / num_done.max(1) {
+                let late = shared.members.iter().filter(|member| member.late.load(Ordering::Relaxed));
+                let mut num_late = 0;
+                for member in late {
+                    member.benched.store(true, Ordering::SeqCst);
+                    num_late += 1;
+                }
+                self.bench.add(num_late, now);
             }
         }
         assert!(!region.panicked.load(Ordering::Relaxed), "a piece of the forward pass panicked");
+    }
+
+    /// Lets all threads take part again.
+    fn recall(&mut self) {
+        self.bench.clear();
+        for member in &self.shared.members {
+            member.benched.store(false, Ordering::SeqCst);
+        }
     }
 }
 
@@ -374,13 +412,16 @@ fn help_until_stopped(shared: &Shared, helper: usize) {
     while !shared.stop.load(Ordering::SeqCst) {
         let state = shared.state.load(Ordering::SeqCst);
         let number = state & !(OPEN | MEMBERS);
-        if state & OPEN != 0 && number != last_region {
+        let member = &shared.members[helper];
+        let is_open = state & OPEN != 0 && number != last_region;
+        if is_open && !member.benched.load(Ordering::SeqCst) {
             if shared.state.compare_exchange(state, state + 1, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
                 last_region = number;
+                member.inside.store(true, Ordering::Relaxed);
                 // SAFETY: this thread is a member, so `run` has not returned and the region on its stack is alive.
                 let region = unsafe { &*shared.region.load(Ordering::Relaxed) };
                 region.help(helper + 1);
-                shared.leave();
+                shared.leave(helper);
                 spins = 0;
             }
             continue;
@@ -390,14 +431,14 @@ fn help_until_stopped(shared: &Shared, helper: usize) {
             std::hint::spin_loop();
             continue;
         }
-        let parked = &shared.parked[helper];
-        parked.store(true, Ordering::SeqCst);
+        member.parked.store(true, Ordering::SeqCst);
         let state = shared.state.load(Ordering::SeqCst);
-        let news = state & OPEN != 0 && state & !(OPEN | MEMBERS) != last_region;
-        if !news && !shared.stop.load(Ordering::SeqCst) {
+        let is_open = state & OPEN != 0 && state & !(OPEN | MEMBERS) != last_region;
+        let is_news = is_open && !member.benched.load(Ordering::SeqCst);
+        if !is_news && !shared.stop.load(Ordering::SeqCst) {
             std::thread::park();
         }
-        parked.store(false, Ordering::SeqCst);
+        member.parked.store(false, Ordering::SeqCst);
         spins = 0;
     }
 }

@@ -126,9 +126,7 @@ unsafe fn tile_of_rows<F: Format, const R: usize>(tile: &Tile, rows: &Rows) {
                 })+
             };
         }
-        if F::L::MANY_REGISTERS && R <= 3 {
-            columns!(8 4 2);
-        } else if F::L::MANY_REGISTERS || R == 1 {
+        if F::L::MANY_REGISTERS {
             columns!(4 2);
         } else {
             columns!(2);

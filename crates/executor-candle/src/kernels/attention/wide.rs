@@ -193,8 +193,12 @@ unsafe fn take_tile<F: Format>(state: &mut WideState, num_rows: usize, tile: &Ti
             };
             // SAFETY: as the caller promises; the block lies inside the state.
             unsafe {
-                if vectors == 2 {
-                    take_block::<F, 2>(&block);
+                if F::L::MANY_REGISTERS {
+                    if vectors == 2 {
+                        take_block::<F, 2>(&block);
+                    } else {
+                        take_block::<F, 1>(&block);
+                    }
                 } else {
                     take_block::<F, 1>(&block);
                 }
@@ -281,40 +285,49 @@ struct Block {
 /// As [`attend`]; the block lies inside the state.
 #[inline(always)]
 unsafe fn take_block<F: Format, const NV: usize>(b: &Block) {
-    // SAFETY: as the caller promises.
-    unsafe {
-        let scores = Product {
-            a: b.keys,
-            a_row: b.padded,
-            a_step: 1,
-            k: b.words,
-            w: b.queries,
-            c: b.scores,
-            scale: std::ptr::null(),
-            counts: std::ptr::null(),
-        };
-        product::<F, NV>(&scores, b.len);
-        let mut factors = [0.0; 32];
-        for v in 0..NV {
-            softmax::<F>(b, 16 * v, &mut factors);
+    let mut factors = [0.0; 32];
+    let factors = factors.as_mut_ptr();
+    let scores = Product {
+        rows: b.len,
+        a: b.keys,
+        a_row: b.padded,
+        a_step: 1,
+        k: b.words,
+        w: b.queries,
+        c: b.scores,
+        scale: std::ptr::null(),
+        counts: std::ptr::null(),
+    };
+    let sums = Product {
+        rows: b.head_dim,
+        a: b.values,
+        a_row: 1,
+        a_step: b.padded,
+        k: b.len.div_ceil(F::PER_WORD),
+        w: b.scores,
+        c: b.sums,
+        scale: factors,
+        counts: if b.masked { b.counts } else { std::ptr::null() },
+    };
+    // One place for both products: everything is inlined, and a loop compiles in half the time.
+    for (which, p) in [scores, sums].iter().enumerate() {
+        // SAFETY: as the caller promises.
+        unsafe {
+            if which == 1 {
+                for v in 0..NV {
+                    softmax::<F>(b, 16 * v, factors.add(16 * v));
+                }
+            }
+            product::<F, NV>(p);
         }
-        let sums = Product {
-            a: b.values,
-            a_row: 1,
-            a_step: b.padded,
-            k: b.len.div_ceil(F::PER_WORD),
-            w: b.scores,
-            c: b.sums,
-            scale: factors.as_ptr(),
-            counts: if b.masked { b.counts } else { std::ptr::null() },
-        };
-        product::<F, NV>(&sums, b.head_dim);
     }
 }
 
 /// `c[i][lane] = (scale[lane] * c[i][lane] +) sum over x < k of a[i * a_row + x * a_step] * w[x][lane]`, rows of `w` and `c` being
 /// [`WIDE_ROWS`] apart; word `x` only for lanes whose count is past its first element.
 struct Product {
+    /// Rows of `c`.
+    rows: usize,
     a: *const f32,
     a_row: usize,
     a_step: usize,
@@ -328,11 +341,11 @@ struct Product {
 /// # Safety
 /// As [`attend`]; everything the product touches lies inside the state.
 #[inline(always)]
-unsafe fn product<F: Format, const NV: usize>(p: &Product, rows: usize) {
+unsafe fn product<F: Format, const NV: usize>(p: &Product) {
     let mut i = 0;
     macro_rules! blocks {
         ($($mr:literal)+) => {
-            $(while rows - i >= $mr {
+            $(while p.rows - i >= $mr {
                 // SAFETY: as the caller promises.
                 unsafe {
                     if p.counts.is_null() {
@@ -346,9 +359,9 @@ unsafe fn product<F: Format, const NV: usize>(p: &Product, rows: usize) {
         };
     }
     if F::L::MANY_REGISTERS {
-        blocks!(12 8 4 2 1);
+        blocks!(12 4 1);
     } else {
-        blocks!(6 4 2 1);
+        blocks!(6 2 1);
     }
 }
 
@@ -397,12 +410,12 @@ unsafe fn product_block<F: Format, const MR: usize, const NV: usize, const MASKE
     }
 }
 
-/// Turns the scores of sixteen rows into weights; `factors` becomes what their sums so far are to be rescaled by.
+/// Turns the scores of sixteen rows into weights; `factors` become what their sums so far are to be rescaled by.
 ///
 /// # Safety
 /// As [`take_block`].
 #[inline(always)]
-unsafe fn softmax<F: Format>(b: &Block, lane: usize, factors: &mut [f32; 32]) {
+unsafe fn softmax<F: Format>(b: &Block, lane: usize, factors: *mut f32) {
     // SAFETY: as the caller promises.
     unsafe {
         let scores = b.scores.add(lane);
@@ -448,7 +461,7 @@ unsafe fn softmax<F: Format>(b: &Block, lane: usize, factors: &mut [f32; 32]) {
         let weight = b.weight.add(lane);
         F::L::store(weight, F::L::fma(F::L::load(weight), factor, sums[0]));
         F::L::store(b.max.add(lane), max);
-        F::L::store(factors.as_mut_ptr().add(lane), factor);
+        F::L::store(factors, factor);
     }
 }
 
