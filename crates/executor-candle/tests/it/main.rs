@@ -7,6 +7,8 @@ mod demo_model;
 mod formats;
 mod invariance;
 mod memory;
+mod noise;
+mod random_model;
 mod reference_logits;
 mod support;
 mod tiny;

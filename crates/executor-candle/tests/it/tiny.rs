@@ -12,6 +12,8 @@ use candle_core::{DType, Device, Tensor};
 use microserving_protocol::TokenId;
 use serde_json::Value as Json;
 
+use crate::noise::uniform;
+
 /// A tiny model.
 #[derive(Clone, Debug)]
 pub(crate) struct Tiny {
@@ -52,17 +54,11 @@ pub(crate) fn tiny(name: &str) -> Tiny {
     references().into_iter().find(|expected| expected.name == name).unwrap().tiny
 }
 
-/// Uniform numbers from SplitMix64, seeded by the FNV-1a hash of the name, as the script makes them.
+/// Weights as the script makes them.
 fn weights(name: &str, len: usize) -> Vec<f32> {
-    let seed = name
-        .bytes()
-        .fold(0xcbf2_9ce4_8422_2325_u64, |seed, byte| (seed ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
-    (1..=len as u64)
-        .map(|i| {
-            let z = seed.wrapping_add(i.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-            let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            let uniform = ((z ^ (z >> 31)) >> 40) as f64 / f64::from(1 << 23) - 1.0;
+    uniform(name)
+        .take(len)
+        .map(|uniform| {
             let x = if name.contains("norm") {
                 1.0 + uniform / 4.0
             } else if name.contains("embed") {
