@@ -5,6 +5,7 @@ mod index;
 mod load;
 mod micro;
 mod patterns;
+mod peers;
 mod router;
 pub(crate) mod row;
 mod switch;
@@ -20,7 +21,7 @@ use crate::{model, shell};
 /// Options of `cargo xtask bench`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// What to measure; everything if not given.
+    /// What to measure; everything but `peers`, which takes long, if not given.
     #[arg(value_enum)]
     what: Vec<What>,
     /// The model for `engine`; the demo model if not given.
@@ -32,6 +33,8 @@ pub(crate) struct Args {
     /// Seconds that `switch` changes patterns, and as long again without.
     #[arg(long, default_value = "15")]
     seconds: u64,
+    #[command(flatten)]
+    beside: peers::Options,
     /// Append the rows to docs/benchmarks instead of target/benchmarks.
     #[arg(long)]
     keep: bool,
@@ -53,6 +56,8 @@ enum What {
     Micro,
     /// Patterns under the same load, on modelled hardware in virtual time.
     Patterns,
+    /// The CPU executor beside llama.cpp on the same files, and engined beside llama-server.
+    Peers,
 }
 
 /// Measures what was asked for.
@@ -79,6 +84,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             What::Index => index::run(&mut rows)?,
             What::Micro => micro::run(&mut rows)?,
             What::Patterns => patterns::run(&mut rows)?,
+            What::Peers => peers::run(&args.beside, &mut rows)?,
         }
     }
     rows.report();
