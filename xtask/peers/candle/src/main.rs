@@ -20,7 +20,8 @@ impl Model {
         let mut file = File::open(path)?;
         let content = Content::read(&mut file)?;
         let architecture = content.metadata.get("general.architecture").ok_or("the file does not say its architecture")?;
-        match architecture.to_string()?.as_str() {
+        let architecture = architecture.to_string()?.clone();
+        match architecture.as_str() {
             "llama" => Ok(Self::Llama(quantized_llama::ModelWeights::from_gguf(content, &mut file, &Device::Cpu)?)),
             "qwen3" => Ok(Self::Qwen3(quantized_qwen3::ModelWeights::from_gguf(content, &mut file, &Device::Cpu)?)),
             other => Err(format!("{other} is not measured").into()),
