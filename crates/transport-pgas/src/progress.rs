@@ -458,7 +458,6 @@ impl Progress {
             }
             let beat = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
             self.pgas.put_word(pe, &*self.control, self.layout.pulse(self.me), beat);
-            self.owes_quiet = true;
             let seen = self.control.load_word(self.layout.pulse(pe));
             let silence = self.shared.config.silence;
             let peer = self.peer(pe);
@@ -476,6 +475,8 @@ impl Progress {
                 self.lose(pe, &format!("element {pe} is gone: {reason}"));
             }
         }
+        // Not counted as business: a pulse is no reason to look more often.
+        self.pgas.quiet();
     }
 
     /// What an element that was lost may still write ends with its process.
