@@ -58,6 +58,8 @@ impl Engine {
         if covered.is_none_or(|tokens| prompt_digest(tokens) != address.prompt_digest) {
             return Err(EngineError::Conflict { seq_id: key.seq_id, field: "prompt" });
         }
+        let peer = PeerAddress { transport: address.transport.clone(), bytes: address.peer.clone() };
+        self.check_rank(&peer, call.recv_rank)?;
         let body = body_hash(&(&call.prompt, &call.kv_addr_info, &call.options.cache_salt));
         let grant = (address.incarnation, address.generation);
         match self.calls.find(&key)? {
@@ -72,11 +74,7 @@ impl Engine {
         self.refuse_if_draining()?;
         self.refuse_if_crowded(1, "waiting", |s| s.state == State::Waiting)?;
         self.refuse_if_crowded(1, "being sent", |s| s.state == State::Sending)?;
-        let claim = Claim {
-            peer: PeerAddress { transport: address.transport.clone(), bytes: address.peer.clone() },
-            credential: call.kv_addr_info.clone(),
-            range: call.range,
-        };
+        let claim = Claim { peer, credential: call.kv_addr_info.clone(), range: call.range };
         let channel = self.transport.open(claim).map_err(|error| match error {
             TransportError::Unreachable { .. } => EngineError::Refused { refusal: Refusal::Unreachable },
             error => EngineError::Transport { reason: error.to_string() },
@@ -112,6 +110,17 @@ impl Engine {
             record.sends.insert(call.range, Sending { body, grant, progress: SendProgress::Running(slot) });
         }
         Ok(None)
+    }
+
+    /// Where receivers are numbered, the caller and the address must name the same one.
+    fn check_rank(&self, peer: &PeerAddress, recv_rank: i64) -> Result<(), EngineError> {
+        match self.transport.rank_of(peer) {
+            Some(pe) if recv_rank != i64::from(pe.0) => Err(EngineError::InvalidField {
+                field: "recv_rank",
+                reason: format!("it is {recv_rank}, and the address is that of element {pe}"),
+            }),
+            _ => Ok(()),
+        }
     }
 
     /// Reads an address and judges what can be judged here; the receiver judges the rest.
