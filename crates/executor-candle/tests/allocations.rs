@@ -13,6 +13,8 @@ use microserving_protocol::{KvDtype, KvGeometry, PageId, SamplingParams, TokenId
 
 #[path = "it/memory.rs"]
 mod memory;
+#[path = "it/noise.rs"]
+mod noise;
 #[allow(dead_code, reason = "other tests use the rest")]
 #[path = "it/tiny.rs"]
 mod tiny;
