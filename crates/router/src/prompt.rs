@@ -4,12 +4,13 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use microserving_client::CallContext;
 use microserving_protocol::{ApiError, ChatMessage, ModelCard, TokenId};
 use microserving_text::{ChatOptions, Specials, TextBundle, TextError, TextModel};
 use tokio::sync::OnceCell;
+use tokio::time::Instant;
 
 use crate::{Cluster, Error};
 
