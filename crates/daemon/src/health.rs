@@ -22,7 +22,7 @@ pub struct Health {
 enum Phase {
     Starting { detail: String },
     Waiting { detail: String },
-    Ready,
+    Ready { detail: Option<String> },
     Draining,
     Failed { reason: String },
 }
@@ -54,15 +54,24 @@ impl Health {
         let detail = detail.into();
         self.change(|phase| match phase {
             Phase::Starting { .. } => Some(Phase::Starting { detail }),
-            Phase::Ready | Phase::Waiting { .. } => Some(Phase::Waiting { detail }),
+            Phase::Ready { .. } | Phase::Waiting { .. } => Some(Phase::Waiting { detail }),
             Phase::Draining | Phase::Failed { .. } => None,
         });
     }
 
     /// Says that work is welcome.
     pub fn ready(&self) {
+        self.become_ready(None);
+    }
+
+    /// Says that work is welcome, and what was found out on the way.
+    pub fn ready_with(&self, detail: impl Into<String>) {
+        self.become_ready(Some(detail.into()));
+    }
+
+    fn become_ready(&self, detail: Option<String>) {
         self.change(|phase| match phase {
-            Phase::Starting { .. } | Phase::Waiting { .. } => Some(Phase::Ready),
+            Phase::Starting { .. } | Phase::Waiting { .. } => Some(Phase::Ready { detail }),
             _ => None,
         });
     }
@@ -84,7 +93,7 @@ impl Health {
     /// Says whether work is welcome.
     #[must_use]
     pub fn is_ready(&self) -> bool {
-        self.phase() == Phase::Ready
+        matches!(self.phase(), Phase::Ready { .. })
     }
 
     /// Returns the three routes.
@@ -100,7 +109,7 @@ impl Health {
     pub(crate) fn unavailable(&self) -> Response {
         let message = match self.phase() {
             Phase::Starting { detail } | Phase::Waiting { detail } => format!("not ready: {detail}"),
-            Phase::Ready | Phase::Draining => "draining".to_owned(),
+            Phase::Ready { .. } | Phase::Draining => "draining".to_owned(),
             Phase::Failed { reason } => reason,
         };
         let body = json!({"error": {
@@ -113,7 +122,7 @@ impl Health {
         let (status, detail) = match self.phase() {
             Phase::Starting { detail } => ("starting", Some(detail)),
             Phase::Waiting { detail } => ("waiting", Some(detail)),
-            Phase::Ready => ("ready", None),
+            Phase::Ready { detail } => ("ready", detail),
             Phase::Draining => ("draining", None),
             Phase::Failed { reason } => ("failed", Some(reason)),
         };
