@@ -18,7 +18,9 @@ mod cluster;
 mod daemon;
 pub mod http;
 mod proxy;
+mod world;
 
 pub use cluster::{Cluster, ClusterOptions};
 pub use daemon::{Daemon, binary_dir};
 pub use proxy::{OnPoint, Points, Proxy};
+pub use world::World;
