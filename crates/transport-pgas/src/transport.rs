@@ -78,6 +78,12 @@ impl PgasTransport {
         self.address.pe
     }
 
+    /// Returns how another element of the world is reached.
+    #[must_use]
+    pub fn address_of(&self, pe: PeId) -> PeerAddress {
+        Address { pe, ..self.address }.encode(self.name)
+    }
+
     /// Returns how the first transfer went, in which every element sent to the next.
     #[must_use]
     pub fn first_transfer(&self) -> FirstTransfer {

@@ -60,6 +60,8 @@ mod checks;
 pub mod conformance;
 mod contract;
 mod loopback;
+#[cfg(feature = "measure")]
+pub mod measure;
 pub mod one_sided;
 mod plan;
 

@@ -9,7 +9,7 @@ mod peers;
 mod router;
 pub(crate) mod row;
 mod switch;
-mod transfer;
+mod transports;
 
 use std::path::PathBuf;
 
@@ -24,7 +24,7 @@ pub(crate) struct Args {
     /// What to measure; everything but `peers`, which takes long, if not given.
     #[arg(value_enum)]
     what: Vec<What>,
-    /// The model for `engine`; the demo model if not given.
+    /// The model for `engine` and `transports`; the demo model if not given.
     #[arg(long)]
     model: Option<String>,
     /// For `router`: measure the routers that a user would pick instead beside it, installed from PyPI into the target folder.
@@ -48,8 +48,8 @@ enum What {
     Router,
     /// Changing the pattern under load: time to the first request under the new one, and TPOT meanwhile.
     Switch,
-    /// KV bytes between two processes, against memcpy in the same run.
-    Transfer,
+    /// KV bytes between two processes, against memcpy in the same run; what of a transfer a long prompt waits for, through real engines.
+    Transports,
     /// Memory of the router's index of held prefixes while engines come and go.
     Index,
     /// radix, kvcache and the router's choosing, by criterion.
@@ -62,17 +62,21 @@ enum What {
 
 /// Measures what was asked for.
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let all =
-        [What::Engine, What::Router, What::Switch, What::Transfer, What::Index, What::Micro, What::Patterns];
+    let all = [
+        What::Engine,
+        What::Router,
+        What::Switch,
+        What::Transports,
+        What::Index,
+        What::Micro,
+        What::Patterns,
+    ];
     let chosen = if args.what.is_empty() { all.to_vec() } else { args.what.clone() };
     let mut rows = row::Rows::new(args.keep)?;
     for what in chosen {
         match what {
             What::Engine => {
-                let model = match &args.model {
-                    Some(model) => model.clone(),
-                    None => model::fetch_demo_model()?.display().to_string(),
-                };
+                let model = chosen_model(args)?;
                 engine::run(&release(&["microserving-engined", "microserving-routerd"])?, &model, &mut rows)?;
             }
             What::Router => router::run(&mut rows, args.peers)?,
@@ -80,7 +84,14 @@ pub(crate) fn run(args: &Args) -> Result<()> {
                 let binaries = release(&["microserving-engined", "microserving-routerd"])?;
                 switch::run(&binaries, &mut rows, args.seconds)?;
             }
-            What::Transfer => transfer::run(&mut rows)?,
+            What::Transports => {
+                let model = chosen_model(args)?;
+                transports::run(
+                    &release(&["microserving-engined", "microserving-routerd"])?,
+                    &model,
+                    &mut rows,
+                )?;
+            }
             What::Index => index::run(&mut rows)?,
             What::Micro => micro::run(&mut rows)?,
             What::Patterns => patterns::run(&mut rows)?,
@@ -89,6 +100,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     rows.report();
     Ok(())
+}
+
+fn chosen_model(args: &Args) -> Result<String> {
+    match &args.model {
+        Some(model) => Ok(model.clone()),
+        None => Ok(model::fetch_demo_model()?.display().to_string()),
+    }
 }
 
 /// Builds packages as users run them, and returns where the binaries are.
