@@ -87,6 +87,8 @@ impl Home {
             shell::run(cargo("clippy").args(["--all-targets", "--", "-D", "warnings"]))?;
             shell::run(&mut cargo("test"))?;
         }
-        Ok(())
+        let daemon =
+            ["clippy", "--package", "microserving-engined", "--features", "nvshmem", "--", "-D", "warnings"];
+        shell::run(shell::cargo().args(daemon).envs(self.environment()))
     }
 }

@@ -128,7 +128,8 @@ pub(crate) struct Options {
     #[arg(long, env = "MICROSERVING_ENGINE_ID", value_name = "NAME", help_heading = "Cluster")]
     pub(crate) engine_id: Option<String>,
 
-    /// How KV travels between engines: `shm` between processes of one host, `loopback` within this process only.
+    /// How KV travels between engines: `shm` between processes of one host; `openshmem` between the processes that `oshrun` started;
+    /// `nvshmem` between GPUs (feature `nvshmem`, with the --world options); `loopback` within this process only. docs/transport.md.
     #[arg(
         long,
         env = "MICROSERVING_TRANSPORT",
@@ -137,6 +138,37 @@ pub(crate) struct Options {
         help_heading = "Cluster"
     )]
     pub(crate) transport: TransportName,
+
+    /// Number of this engine in its world, from 0: what `recv_rank` says of it. For `nvshmem`.
+    #[arg(
+        long,
+        env = "MICROSERVING_WORLD_RANK",
+        value_name = "RANK",
+        help_heading = "Cluster",
+        requires_all = ["world_size", "world_file"]
+    )]
+    pub(crate) world_rank: Option<u32>,
+
+    /// Engines in the world. For `nvshmem`.
+    #[arg(
+        long,
+        env = "MICROSERVING_WORLD_SIZE",
+        value_name = "N",
+        help_heading = "Cluster",
+        requires = "world_rank",
+        value_parser = clap::value_parser!(u32).range(1..=256)
+    )]
+    pub(crate) world_size: Option<u32>,
+
+    /// File that all engines of the world see, on which they agree on its id: engine 0 writes it, the others wait for it. For `nvshmem`.
+    #[arg(
+        long,
+        env = "MICROSERVING_WORLD_FILE",
+        value_name = "PATH",
+        help_heading = "Cluster",
+        requires = "world_rank"
+    )]
+    pub(crate) world_file: Option<PathBuf>,
 
     /// Verify everything that arrives by checksums, which the sender is asked for.
     #[arg(long, env = "MICROSERVING_CHECKSUM", help_heading = "Cluster")]
@@ -213,10 +245,14 @@ pub(crate) enum Device {
 /// How KV travels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum TransportName {
-    /// `shm` where the system has it, else `loopback`.
+    /// `nvshmem` with the world options, `openshmem` under its launcher, else `shm` where the system has it, else `loopback`.
     Auto,
     /// Shared memory between processes of one host.
     Shm,
+    /// Symmetric host memory of the processes that one launcher started.
+    Openshmem,
+    /// Symmetric memory of GPUs.
+    Nvshmem,
     /// Within this process.
     Loopback,
 }

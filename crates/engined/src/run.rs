@@ -7,15 +7,17 @@ use anyhow::{Context, Result, bail};
 use microserving_daemon::{ByteSize, Health, HttpServer, Refused, Shutdown};
 use microserving_engine::{Engine, EngineConfig, EngineHandle, EngineThread, Entropy};
 use microserving_executor::{Executor, ExecutorInfo};
-use microserving_protocol::{ClusterKey, Incarnation};
+use microserving_protocol::{ClusterKey, Incarnation, KvGeometry};
 use microserving_server::{EngineService, ServerConfig};
 use microserving_transport::KvTransport;
+use microserving_transport_pgas::WorldWatch;
 use tokio::task::spawn_blocking;
 use tracing::{info, warn};
 
 use crate::model::{self, LoadedModel};
 use crate::options::{Device, Options};
-use crate::{calibrate, profile, self_test, transport};
+use crate::transport::Opened;
+use crate::{calibrate, profile, transport};
 
 /// The KV cache's size where nothing is said.
 const USUAL_KV_BYTES: ByteSize = ByteSize::new(1 << 30);
@@ -38,14 +40,21 @@ pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
         () = shutdown.begun() => return Ok(()),
     };
     server.install(started.routes);
-    health.ready();
+    health.ready_with(started.transport);
     info!(address = %server.address(), engine_id = %started.engine.info().engine_id, "ready");
 
+    let mut lost = None;
     tokio::select! {
         () = shutdown.begun() => {}
         () = died(&started.engine) => {
             health.failed("the engine's thread has ended");
             bail!("the engine's thread has ended; see the log");
+        }
+        reason = world_lost(started.world.as_ref()) => {
+            // What runs here is computed here to its end; only a new process can be part of a new world.
+            health.failed(format!("the world is lost: {reason}"));
+            lost = Some(reason);
+            shutdown.begin();
         }
     }
     health.draining();
@@ -59,6 +68,9 @@ pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
     if !spawn_blocking(move || thread.join()).await.context("the engine's thread cannot be joined")? {
         bail!("the engine's thread has panicked; see the log");
     }
+    if let Some(reason) = lost {
+        bail!("the world is lost: {reason}; start all of its engines anew");
+    }
     info!("stopped");
     Ok(())
 }
@@ -67,28 +79,29 @@ struct Started {
     engine: EngineHandle,
     thread: EngineThread,
     routes: axum::Router,
+    /// What is to be told of the transport.
+    transport: String,
+    world: Option<WorldWatch>,
 }
 
 async fn start(options: &Options, health: &Health) -> Result<Started> {
     let (for_load, progress) = (options.clone(), health.clone());
     let model =
         spawn_blocking(move || model::load(&for_load, &progress)).await.context("loading panicked")??;
-    health.starting("testing the transport");
-    let engine_id = engine_id(options)?;
-    let (name, checksum) = (options.transport, options.checksum);
-    let id = engine_id.clone();
-    let transport = spawn_blocking(move || {
-        let transport = transport::open(name, checksum, &id)?;
-        self_test::run(transport.name(), checksum)?;
-        anyhow::Ok(transport)
-    });
-    let transport = transport.await.context("opening the transport panicked")??;
-
-    health.starting("starting the engine");
     let LoadedModel { executor, text } = model;
     let info = executor.info().clone();
+    let num_pages = num_pages(options, &info)?;
+    health.starting("opening and testing the transport");
+    let engine_id = engine_id(options)?;
+    let (for_transport, id) = (options.clone(), engine_id.clone());
+    let region_bytes = KvGeometry { layout: info.layout.clone(), num_pages }.region_bytes();
+    let opened = spawn_blocking(move || transport::open(&for_transport, &id, region_bytes));
+    let Opened { transport, report, world } = opened.await.context("opening the transport panicked")??;
+    info!("{report}");
+
+    health.starting("starting the engine");
     let profile = profile::load(options, &info)?;
-    let engine = build(options, engine_id, executor, transport)?;
+    let engine = build(options, engine_id, num_pages, executor, transport)?;
     let (engine, thread) = EngineHandle::spawn(engine).context("the engine's thread cannot start")?;
 
     let mut server = ServerConfig::new(served_name(options, &info));
@@ -109,17 +122,18 @@ async fn start(options: &Options, health: &Health) -> Result<Started> {
     let beside =
         if options.no_grpc { axum::Router::new() } else { microserving_grpc_server::routes(&service) };
     let routes = service.router(beside);
-    Ok(Started { engine, thread, routes })
+    Ok(Started { engine, thread, routes, transport: report, world })
 }
 
 /// Makes the engine that the options ask for.
 fn build(
     options: &Options,
     engine_id: String,
+    num_pages: u32,
     executor: Box<dyn Executor>,
     transport: Box<dyn KvTransport>,
 ) -> Result<Engine> {
-    let mut config = EngineConfig::new(engine_id, num_pages(options, executor.info())?);
+    let mut config = EngineConfig::new(engine_id, num_pages);
     config.max_batch_tokens = options.max_batch_tokens;
     config.max_step = model::max_step(options);
     config.max_running = options.max_running;
@@ -137,9 +151,11 @@ async fn run_calibration(options: Options) -> Result<()> {
         let about = profile::about(&options, &info);
         let file = profile::file(&options, &info, &about)?;
         let engine_id = engine_id(&options)?;
-        let transport = transport::open(options.transport, options.checksum, &engine_id)?;
+        let num_pages = num_pages(&options, &info)?;
+        let region_bytes = KvGeometry { layout: info.layout.clone(), num_pages }.region_bytes();
+        let transport = transport::open(&options, &engine_id, region_bytes)?.transport;
         let link = transport.name();
-        let engine = build(&options, engine_id, executor, transport)?;
+        let engine = build(&options, engine_id, num_pages, executor, transport)?;
         info!(model = info.model, file = %file.display(), "measuring, for about 20 seconds");
         let profile = calibrate::measure(engine, about, link, options.checksum)?;
         profile::save(&profile, &file)?;
@@ -160,6 +176,7 @@ fn check(options: &Options) -> Result<()> {
     if options.cluster_key.is_some() && options.cluster_key_file.is_some() {
         return Err(Refused("cluster_key and cluster_key_file exclude each other: give one".into()).into());
     }
+    transport::check(options)?;
     model::check(options)
 }
 
@@ -234,6 +251,16 @@ fn random() -> Result<u64> {
 /// Returns when the engine's thread is no more.
 async fn died(engine: &EngineHandle) {
     while engine.is_alive() {
+        tokio::time::sleep(WATCH).await;
+    }
+}
+
+/// Returns why the transport's world is no more, once it is not.
+async fn world_lost(world: Option<&WorldWatch>) -> String {
+    loop {
+        if let Some(reason) = world.and_then(WorldWatch::lost) {
+            return reason;
+        }
         tokio::time::sleep(WATCH).await;
     }
 }

@@ -26,12 +26,13 @@ impl Admission for OnlyOurs {
     }
 }
 
-/// Sends bytes between two transports of the kind, made for the test alone, and compares them on arrival.
+/// Sends bytes between two transports of the kind, made for the test alone, and compares them on arrival. Returns how many, and how long
+/// they were under way.
 ///
 /// # Errors
 /// If they do not arrive whole and in time.
-pub(crate) fn run(name: &str, checksum: bool) -> Result<()> {
-    carry_bytes(name, checksum, NUM_BYTES).map(drop)
+pub(crate) fn run(name: &str, checksum: bool) -> Result<(usize, Duration)> {
+    carry_bytes(name, checksum, NUM_BYTES).map(|took| (NUM_BYTES, took))
 }
 
 /// As [`run`], with so many bytes; returns how long they were under way.
