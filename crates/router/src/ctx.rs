@@ -71,6 +71,32 @@ pub struct Ctx {
     pub(crate) placed: Arc<OnceLock<Arc<Engine>>>,
 }
 
+/// How far an engine can take part in a pattern that moves KV.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reach {
+    /// There is an engine that can send to it: one that takes requests, with the same KV layout.
+    Connected,
+    /// It could receive, if there were one to send.
+    Receives,
+    Any,
+}
+
+impl Reach {
+    const BEST_FIRST: [Self; 3] = [Self::Connected, Self::Receives, Self::Any];
+
+    /// Says whether `engine` has it, where `senders` prefill for others.
+    fn has(self, engine: &Engine, senders: &[Arc<Engine>]) -> bool {
+        let sends = |other: &Arc<Engine>| {
+            other.number() != engine.number() && other.exchanges_with(engine) && other.takes_requests()
+        };
+        match self {
+            Self::Connected => engine.kind().moves_kv() && senders.iter().any(sends),
+            Self::Receives => engine.kind().moves_kv(),
+            Self::Any => true,
+        }
+    }
+}
+
 /// Says whether KV can be moved to an engine for this request.
 fn can_move(engine: &Engine, request: &Request) -> bool {
     // MLC-LLM forks the choices of one request when it prefills, and what it prefills here is only the end of the prompt.
@@ -125,20 +151,20 @@ impl Ctx {
     /// [`Error::NoEngine`] if every engine that may decode is down or has failed this request.
     pub fn decoder(&self, request: &Request) -> Result<Seat, Error> {
         let engines = self.shared.cluster.offered(request.model(), Role::Prefill);
-        // As in `fitting`, but only those that placement looks at are asked. Best are those without trouble, among them those that can receive
-        // KV if the pattern moves it.
-        let tiers: &[(bool, bool)] = match self.moves_kv {
-            true => &[(true, true), (true, false), (false, true), (false, false)],
-            false => &[(true, false), (false, false)],
-        };
+        let senders = self.shared.cluster.offered(request.model(), Role::Decode);
+        // As in `fitting`, but only those that placement looks at are asked. Best are those without trouble, among them those that the pattern
+        // can move KV to.
+        let tiers = |untroubled| Reach::BEST_FIRST.map(|reach| (untroubled, reach));
+        let tiers = [tiers(true), tiers(false)].concat();
+        let tiers = tiers.into_iter().filter(|(_, reach)| self.moves_kv || *reach == Reach::Any);
         let choice = first_open(&engines, |takes_requests| {
-            tiers.iter().find_map(|&(untroubled, receives)| {
+            tiers.clone().find_map(|(untroubled, reach)| {
                 let fits = |engine: &Engine| {
                     let trouble = self.troubles.of(engine);
                     takes_requests(engine)
                         && takes(engine, request)
                         && if untroubled { trouble.is_none() } else { trouble != Some(Trouble::Failed) }
-                        && (!receives || engine.kind().moves_kv())
+                        && reach.has(engine, &senders)
                 };
                 self.shared.placement.choose(Job::Decode, &engines, &fits, request, request.len())
             })

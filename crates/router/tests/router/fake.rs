@@ -64,6 +64,8 @@ struct Inner {
     generate: VecDeque<Act>,
     seen: Vec<Seen>,
     ready: bool,
+    /// How it stores KV.
+    layout: u64,
     /// Does not answer whether it is ready.
     silent: bool,
     matched: u32,
@@ -134,6 +136,11 @@ impl Fake {
 
     pub(crate) fn set_first_token(&self, after: Duration) {
         self.with(|inner| inner.first_token = after);
+    }
+
+    /// Stores KV in a way of its own.
+    pub(crate) fn set_layout(&self, layout: u64) {
+        self.with(|inner| inner.layout = layout);
     }
 
     pub(crate) fn set_load(&self, requests: u32) {
@@ -335,14 +342,14 @@ impl EngineCalls for Fake {
     }
 
     async fn state(&self, _: &CallContext) -> Result<StateView, ClientError> {
-        let (incarnation, running) = self.with(|inner| (inner.incarnation, inner.load));
+        let (incarnation, running, layout) = self.with(|inner| (inner.incarnation, inner.load, inner.layout));
         Ok(StateView {
             engine_id: self.name.as_str().into(),
             incarnation: format!("{incarnation:016x}"),
             model: MODEL.into(),
             max_context: 1000,
             page_size: PAGE,
-            layout_fingerprint: "1".into(),
+            layout_fingerprint: format!("{layout:016x}"),
             pages: PagesView::default(),
             waiting: 0,
             running,

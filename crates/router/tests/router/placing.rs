@@ -98,3 +98,34 @@ async fn prefilling_goes_to_another_engine_than_decoding() {
     assert!(count(&a) > 0 && count(&b) > 0);
     world.end().await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_pattern_that_moves_kv_decodes_where_kv_can_be_moved_to() {
+    let (a, b, stranger) = (Fake::new("a"), Fake::new("b"), Fake::new("stranger"));
+    stranger.set_layout(7);
+    let engines = [(&stranger, Role::Any), (&a, Role::Any), (&b, Role::Any)];
+    for pattern in ["prefill_decode", "balanced:0.25"] {
+        let world = World::new(&engines, pattern).await;
+        let sends =
+            || [&a, &b].map(|fake| fake.calls().iter().filter(|call| **call == "remote_send").count());
+        let before: usize = sends().iter().sum();
+        for i in 0..9 {
+            world.complete(&of(100 * i, 40)).await;
+        }
+        assert_eq!(sends().iter().sum::<usize>() - before, 9, "{pattern}");
+        assert_eq!(count(&stranger), 0, "{pattern}: nobody can send to it");
+        world.end().await;
+    }
+
+    // With nobody to send, any engine serves; and a pattern that moves nothing takes it as every other one.
+    for (ready, pattern) in [(false, "prefill_decode"), (true, "data_parallel")] {
+        b.set_ready(ready);
+        let before = count(&stranger);
+        let world = World::new(&engines, pattern).await;
+        for i in 20..26 {
+            world.complete(&of(100 * i, 40)).await;
+        }
+        assert!(count(&stranger) > before, "{pattern}");
+        world.end().await;
+    }
+}
