@@ -336,6 +336,12 @@ pub enum EngineError {
         /// What is wrong.
         reason: String,
     },
+    /// The address cannot be reached from here: it is of another transport, host or world.
+    #[error("kv_addr_info: {reason}")]
+    Unreachable {
+        /// Why, and what to configure instead.
+        reason: String,
+    },
     /// The receiver, or the address itself, refuses.
     #[error("the receiver refused: {refusal}")]
     Refused {

@@ -63,6 +63,9 @@ pub(crate) fn api_error(error: &EngineError) -> ApiError {
         EngineError::BadAddress { .. } => {
             address(ApiError::bad_request("kv_addr_info", message), "bad_address")
         }
+        EngineError::Unreachable { .. } => {
+            address(ApiError::bad_request("kv_addr_info", message), "unreachable_peer")
+        }
         EngineError::Refused { refusal } => match refusal {
             Refusal::BadCredential => address(ApiError::forbidden(message), "bad_credential"),
             Refusal::RangeTaken => address(ApiError::conflict(message), "range_taken"),
@@ -132,6 +135,7 @@ mod tests {
         let layout = EngineError::LayoutMismatch { ours: 1, theirs: 2 };
         check(layout, 409, Some("kv_addr_info"), "layout_mismatch");
         check(EngineError::BadAddress { reason: reason() }, 400, Some("kv_addr_info"), "bad_address");
+        check(EngineError::Unreachable { reason: reason() }, 400, Some("kv_addr_info"), "unreachable_peer");
         check(refused(Refusal::BadCredential), 403, Some("kv_addr_info"), "bad_credential");
         check(refused(Refusal::Stale), 410, Some("kv_addr_info"), "address_expired");
         check(refused(Refusal::Revoked), 410, Some("kv_addr_info"), "address_expired");

@@ -76,7 +76,7 @@ impl Engine {
         self.refuse_if_crowded(1, "being sent", |s| s.state == State::Sending)?;
         let claim = Claim { peer, credential: call.kv_addr_info.clone(), range: call.range };
         let channel = self.transport.open(claim).map_err(|error| match error {
-            TransportError::Unreachable { .. } => EngineError::Refused { refusal: Refusal::Unreachable },
+            TransportError::Unreachable { reason, .. } => EngineError::Unreachable { reason },
             error => EngineError::Transport { reason: error.to_string() },
         })?;
         self.calls.open(&key);

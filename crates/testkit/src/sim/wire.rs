@@ -395,7 +395,9 @@ fn api_error(error: &EngineError) -> ApiError {
         EngineError::LayoutMismatch { .. } | EngineError::Refused { refusal: Refusal::RangeTaken } => {
             ApiError::conflict(message).with_param("kv_addr_info")
         }
-        EngineError::BadAddress { .. } | EngineError::Refused { refusal: Refusal::Unreachable } => {
+        EngineError::BadAddress { .. }
+        | EngineError::Unreachable { .. }
+        | EngineError::Refused { refusal: Refusal::Unreachable } => {
             ApiError::bad_request("kv_addr_info", message)
         }
         EngineError::Refused { refusal: Refusal::BadCredential } => {
