@@ -41,6 +41,7 @@ mod address;
 mod clock;
 mod config;
 mod control;
+mod guest;
 mod host;
 mod local;
 mod mailbox;

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use microserving_protocol::{KvMemory as _, PeId};
 
+use crate::guest::{exit_now, keeping_signals, on_exit_first};
 use crate::host::HostBlock;
 use crate::pgas::{Pgas, PgasError, Put, SymmetricMemory, check_run};
 use crate::singleton::Singleton;
@@ -93,6 +94,14 @@ fn check_end_symbol() -> Result<(), String> {
     })
 }
 
+/// The library finalises itself when a process exits, which waits for all other elements: for those that are gone, or go on, forever. A
+/// process whose world was not left ends without that.
+extern "C" fn end_at_once(status: c_int, _: *mut c_void) {
+    if LIBRARY.is_entered() {
+        exit_now(status);
+    }
+}
+
 static LIBRARY: Singleton<Functions, HostBlock> = Singleton::new(OPENSHMEM);
 
 /// This process as an element of the world that its launcher started.
@@ -117,11 +126,14 @@ impl OpenShmem {
             let library = |reason| PgasError::Library { name: OPENSHMEM, reason };
             let functions = Functions::load().map_err(library)?;
             let mut provided = 0;
-            // SAFETY: called once in the life of the process, as `enter` sees to; the pointer is to a live integer.
-            let code = unsafe { (functions.init_thread)(THREAD_SERIALIZED, &raw mut provided) };
+            let code = keeping_signals(|| {
+                // SAFETY: called once in the life of the process, as `enter` sees to; the pointer is to a live integer.
+                unsafe { (functions.init_thread)(THREAD_SERIALIZED, &raw mut provided) }
+            });
             if code != 0 || provided < THREAD_SERIALIZED {
                 return Err(library(format!("it initialises with {code} and threads of level {provided}")));
             }
+            on_exit_first(end_at_once).map_err(library)?;
             Ok(functions)
         })?;
         // SAFETY: the library is initialised.

@@ -60,6 +60,11 @@ impl Peer {
         }
     }
 
+    /// Says whether its process is known to be no more.
+    pub(crate) fn has_exited(&self) -> bool {
+        self.process.as_ref().is_some_and(|process| process.has_exited().unwrap_or(false))
+    }
+
     /// Says whether something is open that is waited for.
     pub(crate) fn is_busy(&self) -> bool {
         !self.sending.is_empty() || !self.claims.is_empty()

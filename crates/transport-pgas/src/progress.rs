@@ -42,6 +42,8 @@ pub(crate) struct Progress {
     last_pulse: Duration,
     /// Something was put that has to be waited for.
     owes_quiet: bool,
+    /// This element says goodbye.
+    leaving: bool,
 }
 
 impl Progress {
@@ -64,6 +66,7 @@ impl Progress {
             peers,
             last_pulse: Duration::ZERO,
             owes_quiet: false,
+            leaving: false,
         }
     }
 
@@ -465,9 +468,7 @@ impl Progress {
                 peer.pulse = (seen, time);
             }
             let reason = match &peer.process {
-                Some(process) => {
-                    process.has_exited().unwrap_or(false).then(|| "its process has exited".to_owned())
-                }
+                Some(_) => peer.has_exited().then(|| "its process has exited".to_owned()),
                 None => (time.saturating_sub(peer.pulse.1) > silence)
                     .then(|| format!("it has given no sign of life for {} s", silence.as_secs())),
             };
@@ -482,8 +483,7 @@ impl Progress {
     /// What an element that was lost may still write ends with its process.
     fn fence_if_exited(&mut self, pe: PeId) {
         let peer = self.peer(pe);
-        let exited = peer.process.as_ref().is_some_and(|process| process.has_exited().unwrap_or(false));
-        if exited && !peer.vanished.is_empty() {
+        if peer.has_exited() && !peer.vanished.is_empty() {
             for claim in std::mem::take(&mut peer.vanished) {
                 self.end(pe, &claim, Ending::Fenced);
             }
@@ -514,11 +514,14 @@ impl Progress {
     }
 
     fn part_with(&mut self, pe: PeId, standing: Standing) {
-        self.mailbox.forget(pe);
+        // One that left listens until all others have left, too: it waits for our own goodbye.
+        if !(self.leaving && standing == Standing::Left) {
+            self.mailbox.forget(pe);
+        }
         let peer = self.peer(pe);
         peer.standing = standing;
         // Only an exit that is certain ends what it may still write.
-        let exited = peer.process.as_ref().is_some_and(|process| process.has_exited().unwrap_or(false));
+        let exited = peer.has_exited();
         let ending = match (standing, exited) {
             (Standing::Left, _) => Ending::Drained,
             (_, true) => Ending::Fenced,
@@ -542,15 +545,19 @@ impl Progress {
 
     /// Says goodbye, and gives the others a moment to take what waits for them.
     fn say_farewell(mut self) {
+        self.leaving = true;
         for pe in self.everybody() {
-            if self.peer(pe).standing == Standing::Here && pe != self.me {
+            // Those who said goodbye before us wait for ours.
+            if pe != self.me && self.peer(pe).standing != Standing::Lost && !self.peer(pe).has_exited() {
                 let _ = self.mailbox.send(pe, GOODBYE);
             }
         }
-        let patience = self.shared.config.leave_within.unwrap_or(MAX_FAREWELL);
+        // A lost world is left by nobody.
+        let leaves = self.shared.config.leave_within.is_some() && self.shared.lost().is_none();
+        let patience = self.shared.config.leave_within.filter(|_| leaves).unwrap_or(MAX_FAREWELL);
         let begin = now();
         loop {
-            let awaited = self.shared.config.leave_within.is_some() && !self.all_have_left();
+            let awaited = leaves && !self.all_have_left();
             if !(awaited || self.mailbox.is_waiting()) || now().saturating_sub(begin) > patience {
                 break;
             }
@@ -559,11 +566,15 @@ impl Progress {
             self.pgas.quiet();
             self.shared.sleep(Duration::from_micros(200));
         }
-        if self.shared.config.leave_within.is_none() {
+        if !leaves {
             return;
         }
-        if !self.all_have_left() {
-            tracing::warn!("this process leaves a world that others go on in: its launcher will end them");
+        // One that has gone already did not leave the world with us, and never will.
+        let gone = self.peers.iter().any(Peer::has_exited);
+        if gone || !self.all_have_left() {
+            tracing::warn!(
+                "this process leaves a world that others go on in: start all of its engines anew; a launcher may end them now"
+            );
             return;
         }
         let Self { mut pgas, control, region, mailbox, .. } = self;

@@ -41,6 +41,11 @@ impl<L: Clone, B: SymmetricMemory> Singleton<L, B> {
         Ok(library)
     }
 
+    /// Says whether the library was initialised and not finalised. Where that cannot be told just now, it is in use.
+    pub(crate) fn is_entered(&self) -> bool {
+        self.life.try_lock().map_or(true, |life| matches!(*life, Life::Free(_) | Life::InUse))
+    }
+
     /// Ends using it; it can be entered again.
     pub(crate) fn release(&self, library: L) {
         let mut life = lock(&self.life);
@@ -102,7 +107,9 @@ mod tests {
     #[test]
     fn it_is_used_by_one_at_a_time_and_left_when_nobody_holds_its_memory() {
         let library = Singleton::<u8, HostBlock>::new("test");
+        assert!(!library.is_entered());
         assert_eq!(library.enter(|| Ok(7)).unwrap(), 7);
+        assert!(library.is_entered());
         assert!(library.enter(|| Ok(8)).is_err(), "in use");
         let block = library.keep(HostBlock::zeroed(64).unwrap());
         assert!(library.leave(|_| panic!("in use")).is_err());
@@ -115,6 +122,7 @@ mod tests {
         library.leave(|_| finalised += 1).unwrap();
         library.leave(|_| panic!("finalised once")).unwrap();
         assert_eq!(finalised, 1);
+        assert!(!library.is_entered());
         assert!(library.enter(|| Ok(7)).is_err(), "over");
     }
 }

@@ -14,6 +14,7 @@ use microserving_transport::{
 
 use crate::PgasConfig;
 use crate::address::Address;
+use crate::clock::now;
 use crate::pgas::{Pgas, PgasError, SymmetricMemory};
 use crate::progress::Progress;
 use crate::shared::{ClaimWriter, Command, Shared};
@@ -22,7 +23,7 @@ use crate::world::{FirstTransfer, Region, World};
 /// A [`KvTransport`] between the elements of one world.
 ///
 /// Dropping it ends its claims in order: the slice being put is finished, receivers are told that nothing follows, and the progress
-/// thread is joined. The world itself goes on without it.
+/// thread is joined. The world itself goes on without it, unless [`PgasConfig::leave_within`] says that it is left.
 pub struct PgasTransport {
     name: &'static str,
     shared: Arc<Shared>,
@@ -123,7 +124,18 @@ impl Drop for PgasTransport {
         };
         (self.memory, self.region) = (None, None);
         self.shared.command(notices.into_iter().map(Command::Notice));
-        if self.progress.take().is_some_and(|thread| thread.join().is_err()) {
+        let Some(progress) = self.progress.take() else { return };
+        // Leaving a world waits for its other elements, in the end within the library: one that is gone by then would be waited for forever.
+        let patience = self.shared.config.leave_within.map(|patience| patience * 2);
+        let begin = now();
+        while patience.is_some_and(|patience| now().saturating_sub(begin) < patience)
+            && !progress.is_finished()
+        {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        if patience.is_some() && !progress.is_finished() {
+            tracing::warn!("the world is not left in order: other elements of it did not come to leave it");
+        } else if progress.join().is_err() {
             tracing::error!("the progress thread of the transport {} panicked", self.name);
         }
     }
