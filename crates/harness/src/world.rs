@@ -47,7 +47,9 @@ impl World {
         let sink = File::create(dir.path().join("log")).context("cannot create the log")?;
         let mut command = Command::new("oshrun");
         // The component `uct` crashes at the end of every program in Open MPI 4.1.
-        command.args(["--oversubscribe", "--mca", "btl", "^uct", "-x", "SHMEM_SYMMETRIC_HEAP_SIZE"]);
+        // With recovery, the launcher leaves the others to themselves when one dies: they end what runs.
+        command.args(["--enable-recovery", "--oversubscribe", "--mca", "btl", "^uct"]);
+        command.args(["-x", "SHMEM_SYMMETRIC_HEAP_SIZE"]);
         for (rank, args) in engines.iter().enumerate() {
             if rank > 0 {
                 command.arg(":");
@@ -99,14 +101,13 @@ impl World {
         &self.urls
     }
 
-    /// Kills one engine's process at once.
+    /// Sends a signal to one engine's process.
     ///
     /// # Errors
     /// If the launcher has no such process.
-    pub fn kill_engine(&self, rank: usize) -> Result<()> {
+    pub fn signal_engine(&self, rank: usize, signal: Signal) -> Result<()> {
         let process = self.engine_process(rank).with_context(|| format!("there is no engine {rank}"))?;
-        kill_process(process, Signal::KILL)?;
-        Ok(())
+        Ok(kill_process(process, signal)?)
     }
 
     /// Finds an engine among the launcher's children: the port file's path is in its arguments.
@@ -131,9 +132,8 @@ impl World {
     pub fn stop(&mut self, timeout: Duration) -> Result<ExitStatus> {
         // The launcher asked to stop would not let them leave their world in order.
         for rank in 0..self.urls.len() {
-            if let Some(process) = self.engine_process(rank) {
-                let _ = kill_process(process, Signal::TERM);
-            }
+            // One that is gone needs no signal.
+            let _ = self.signal_engine(rank, Signal::TERM);
         }
         self.wait(timeout)
     }
