@@ -130,9 +130,11 @@ mod peaks {
                 (KernelLevel::Avx2, Form::F32 | Form::F16 | Form::Bf16) => avx2_floats(turns),
                 (KernelLevel::Avx2, Form::Quantised(Quants::Q8_0)) => avx2_eight(turns),
                 (KernelLevel::Avx2, Form::Quantised(_)) => avx2_four(turns),
-                (KernelLevel::Avx512, Form::F32 | Form::F16) => avx512_floats(turns),
-                (KernelLevel::Avx512, Form::Bf16) => avx512_bf16(turns),
-                (KernelLevel::Avx512, Form::Quantised(_)) => avx512_bytes(turns),
+                (KernelLevel::Avx512Bf16, Form::Bf16) => avx512_bf16(turns),
+                (KernelLevel::Avx512 | KernelLevel::Avx512Bf16, Form::F32 | Form::F16 | Form::Bf16) => {
+                    avx512_floats(turns)
+                }
+                (KernelLevel::Avx512 | KernelLevel::Avx512Bf16, Form::Quantised(_)) => avx512_bytes(turns),
             }
         }
     }

@@ -39,6 +39,8 @@ pub(super) trait Lanes: Copy {
     unsafe fn round(x: Self::V) -> Self::V;
     /// `p * 2^n` for an integer `n <= 0` and `p` in 0.7..1.5; 0 or a denormal number where that is too small.
     unsafe fn scale(p: Self::V, n: Self::V) -> Self::V;
+    /// Asks for the line at an address, which may be anywhere, to be brought into the L2 cache.
+    unsafe fn fetch(at: *const u8);
     /// Turns rows into columns.
     unsafe fn transpose(rows: &mut [Self::V; 16]);
 
@@ -169,6 +171,9 @@ impl Lanes for Plain {
     }
 
     #[inline(always)]
+    unsafe fn fetch(_: *const u8) {}
+
+    #[inline(always)]
     unsafe fn transpose(rows: &mut [[f32; 16]; 16]) {
         *rows = std::array::from_fn(|i| std::array::from_fn(|j| rows[j][i]));
     }
@@ -225,6 +230,7 @@ mod x86 {
                 _mm512_mask_blend_ps(mask, otherwise, then);
             round(x: __m512) -> __m512 = _mm512_roundscale_ps::<_MM_FROUND_TO_NEAREST_INT>(x);
             scale(p: __m512, n: __m512) -> __m512 = _mm512_scalef_ps(p, n);
+            fetch(at: *const u8) -> () = _mm_prefetch::<_MM_HINT_T1>(at.cast());
         }
 
         #[inline(always)]
@@ -272,6 +278,7 @@ mod x86 {
         const MANY_REGISTERS: bool = false;
 
         intrinsics! {
+            fetch(at: *const u8) -> () = _mm_prefetch::<_MM_HINT_T1>(at.cast());
             splat(x: f32) -> Pair = [_mm256_set1_ps(x); 2];
             load(from: *const f32) -> Pair = [_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8))];
             store(to: *mut f32, v: Pair) -> () = {

@@ -10,18 +10,23 @@ pub enum KernelLevel {
     Plain,
     /// AVX2 with FMA and F16C.
     Avx2,
-    /// AVX-512 F, BW, DQ and VL with VNNI and BF16.
+    /// AVX-512 F, BW, DQ and VL with VNNI; bf16 is widened and multiplied in single precision.
     Avx512,
+    /// The same with BF16, whose products of pairs are used.
+    Avx512Bf16,
 }
 
 impl KernelLevel {
     /// All levels, slowest first.
-    pub const ALL: [Self; 3] = [Self::Plain, Self::Avx2, Self::Avx512];
+    pub const ALL: [Self; 4] = [Self::Plain, Self::Avx2, Self::Avx512, Self::Avx512Bf16];
 
     /// Returns the best level of this machine.
     #[must_use]
     pub fn detect() -> Self {
-        Self::ALL.into_iter().rev().find(|level| level.is_supported()).unwrap_or(Self::Plain)
+        // Intel's processors multiply 32 pairs of bf16 every other cycle, and four times sixteen numbers in single precision; AMD's multiply
+        // twice as many in pairs.
+        let is_good = |level: &Self| level.is_supported() && (*level != Self::Avx512Bf16 || !is_intel());
+        Self::ALL.into_iter().rev().find(is_good).unwrap_or(Self::Plain)
     }
 
     /// Says whether this machine has the instructions.
@@ -36,16 +41,17 @@ impl KernelLevel {
                     && is_x86_feature_detected!("f16c")
             }
             #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16 => Self::Avx512.is_supported() && is_x86_feature_detected!("avx512bf16"),
+            #[cfg(target_arch = "x86_64")]
             Self::Avx512 => {
                 is_x86_feature_detected!("avx512f")
                     && is_x86_feature_detected!("avx512bw")
                     && is_x86_feature_detected!("avx512dq")
                     && is_x86_feature_detected!("avx512vl")
                     && is_x86_feature_detected!("avx512vnni")
-                    && is_x86_feature_detected!("avx512bf16")
             }
             #[cfg(not(target_arch = "x86_64"))]
-            Self::Avx2 | Self::Avx512 => false,
+            Self::Avx2 | Self::Avx512 | Self::Avx512Bf16 => false,
         }
     }
 
@@ -56,6 +62,7 @@ impl KernelLevel {
             Self::Plain => "plain",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
+            Self::Avx512Bf16 => "avx512_bf16",
         }
     }
 
@@ -72,18 +79,39 @@ impl fmt::Display for KernelLevel {
     }
 }
 
+fn is_intel() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let vendor = std::arch::x86_64::__cpuid(0);
+        [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).as_flattened() == b"GenuineIntel"
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
 /// A level that this machine is known to support: the proof that every call into `avx2` and `avx512` rests on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Kernels(KernelLevel);
+pub(crate) struct Kernels {
+    level: KernelLevel,
+    /// The processor streams best when it is told what comes next. It changes no result.
+    wants_hints: bool,
+}
 
 impl Kernels {
     /// Checks the machine; `None` if it lacks the instructions.
     pub(crate) fn new(level: KernelLevel) -> Option<Self> {
-        level.is_supported().then_some(Self(level))
+        level.is_supported().then(|| Self { level, wants_hints: is_intel() })
     }
 
     /// Returns the level.
     pub(crate) const fn level(self) -> KernelLevel {
-        self.0
+        self.level
+    }
+
+    /// Says whether kernels that stream weights should fetch ahead: up to 2.5 times as fast on a Sapphire Rapids, a third slower on a
+    /// Zen 4.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) const fn wants_hints(self) -> bool {
+        self.wants_hints
     }
 }

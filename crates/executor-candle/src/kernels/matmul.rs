@@ -160,7 +160,9 @@ impl Kernels {
                 },
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: as above.
-                KernelLevel::Avx512 => unsafe { avx512::matmul(matrix, rows, block, tiles.clone(), out) },
+                KernelLevel::Avx512 | KernelLevel::Avx512Bf16 => unsafe {
+                    avx512::matmul(matrix, rows, block, tiles.clone(), out, self.wants_hints());
+                },
                 #[cfg(not(target_arch = "x86_64"))]
                 // SAFETY: as above; other levels cannot be constructed on this machine.
                 _ => unsafe { plain::matmul(matrix, rows, block, tiles.clone(), out) },

@@ -180,10 +180,17 @@ macro_rules! per_format {
                 }
 
                 #[cfg(target_arch = "x86_64")]
-                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,f16c,fma")]
+                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c,fma")]
                 unsafe fn avx512<F: Format>($head: $head_ty, $($arg: $ty),*) {
                     // SAFETY: as the caller promises.
                     unsafe { $shape::$body::<F>($head, $($arg),*) };
+                }
+
+                #[cfg(target_arch = "x86_64")]
+                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,f16c,fma")]
+                unsafe fn pairs($head: $head_ty, $($arg: $ty),*) {
+                    // SAFETY: as the caller promises.
+                    unsafe { $shape::$body::<Pairs>($head, $($arg),*) };
                 }
 
                 // SAFETY: `Kernels` proves that the machine has the instructions; the rest is the caller's promise.
@@ -191,11 +198,13 @@ macro_rules! per_format {
                     match (self.level(), $head.dtype) {
                         (_, KvDtype::U64) => unreachable!("refused when the executor is loaded"),
                         #[cfg(target_arch = "x86_64")]
-                        (KernelLevel::Avx512, KvDtype::F32) => avx512::<F32<Avx512>>($head, $($arg),*),
+                        (KernelLevel::Avx512Bf16, KvDtype::Bf16) => pairs($head, $($arg),*),
                         #[cfg(target_arch = "x86_64")]
-                        (KernelLevel::Avx512, KvDtype::F16) => avx512::<F16<Avx512>>($head, $($arg),*),
+                        (KernelLevel::Avx512 | KernelLevel::Avx512Bf16, KvDtype::F32) => avx512::<F32<Avx512>>($head, $($arg),*),
                         #[cfg(target_arch = "x86_64")]
-                        (KernelLevel::Avx512, KvDtype::Bf16) => avx512::<Pairs>($head, $($arg),*),
+                        (KernelLevel::Avx512 | KernelLevel::Avx512Bf16, KvDtype::F16) => avx512::<F16<Avx512>>($head, $($arg),*),
+                        #[cfg(target_arch = "x86_64")]
+                        (KernelLevel::Avx512, KvDtype::Bf16) => avx512::<Bf16<Avx512>>($head, $($arg),*),
                         #[cfg(target_arch = "x86_64")]
                         (KernelLevel::Avx2, KvDtype::F32) => avx2::<F32<Avx2>>($head, $($arg),*),
                         #[cfg(target_arch = "x86_64")]

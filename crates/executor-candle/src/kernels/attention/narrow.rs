@@ -41,9 +41,11 @@ pub(super) unsafe fn attend<F: Format>(
     sums.fill(0.0);
     let begin = segment * SEGMENT;
     let end = (begin + SEGMENT).min(queries.position + 1);
+    // SAFETY: as the caller promises.
+    let tile_at = |begin: usize| unsafe { Tile::new(head, begin, (begin + TILE).min(end)) };
+    let mut tile = tile_at(begin);
     for begin in (begin..end).step_by(TILE) {
-        // SAFETY: as the caller promises.
-        let tile = unsafe { Tile::new(head, begin, (begin + TILE).min(end)) };
+        let next = if begin + TILE < end { tile_at(begin + TILE) } else { tile };
         let mut row = 0;
         macro_rules! rows {
             ($($rows:literal)+) => {
@@ -56,12 +58,13 @@ pub(super) unsafe fn attend<F: Format>(
                         head_dim,
                     };
                     // SAFETY: as the caller promises; the rows lie inside the buffers.
-                    unsafe { tile_of_rows::<F, $rows>(&tile, &rows) };
+                    unsafe { tile_of_rows::<F, $rows>(&tile, &next, &rows) };
                     row += $rows;
                 })+
             };
         }
         rows!(4 3 2 1);
+        tile = next;
     }
 }
 
@@ -76,10 +79,13 @@ struct Rows {
     head_dim: usize,
 }
 
+/// A head's keys and values lie in stretches with the other heads' between them, which no processor guesses: a position's value is asked for when
+/// its key is used, and the next tile's key when its value is.
+///
 /// # Safety
 /// As [`attend`].
 #[inline(always)]
-unsafe fn tile_of_rows<F: Format, const R: usize>(tile: &Tile, rows: &Rows) {
+unsafe fn tile_of_rows<F: Format, const R: usize>(tile: &Tile, next: &Tile, rows: &Rows) {
     const GROUPS: usize = TILE / 16;
     let words = rows.head_dim / F::PER_WORD;
     let groups = tile.len.div_ceil(16);
@@ -91,8 +97,9 @@ unsafe fn tile_of_rows<F: Format, const R: usize>(tile: &Tile, rows: &Rows) {
             for word in (0..words).step_by(16) {
                 let mut block = [F::L::splat(0.0); 16];
                 for (i, lanes) in block.iter_mut().enumerate() {
-                    let key = *tile.keys.get_unchecked(16 * group + i);
-                    *lanes = F::keys(key.add(word * F::PER_WORD * F::ELEMENT));
+                    let key = tile.keys.get_unchecked(16 * group + i).add(word * F::PER_WORD * F::ELEMENT);
+                    *lanes = F::keys(key);
+                    F::L::fetch(key.wrapping_add(tile.to_values));
                 }
                 F::L::transpose(&mut block);
                 for (x, &column) in block.iter().enumerate() {
@@ -121,7 +128,7 @@ unsafe fn tile_of_rows<F: Format, const R: usize>(tile: &Tile, rows: &Rows) {
         macro_rules! columns {
             ($($vectors:literal)+) => {
                 $(while rows.head_dim - d >= 16 * $vectors {
-                    weigh::<F, R, $vectors>(tile, rows, d, &weights, &factors);
+                    weigh::<F, R, $vectors>(tile, next, rows, d, &weights, &factors);
                     d += 16 * $vectors;
                 })+
             };
@@ -183,6 +190,7 @@ unsafe fn softmax<F: Format>(scores: &[V<F>], rows: &Rows, r: usize, weights: &m
 #[inline(always)]
 unsafe fn weigh<F: Format, const R: usize, const NV: usize>(
     tile: &Tile,
+    next: &Tile,
     rows: &Rows,
     d: usize,
     weights: &[[f32; TILE]; R],
@@ -199,6 +207,12 @@ unsafe fn weigh<F: Format, const R: usize, const NV: usize>(
         }
         for word in 0..tile.len.div_ceil(F::PER_WORD) {
             let (first, second) = tile.values::<F>(word * F::PER_WORD);
+            for position in F::PER_WORD * word..F::PER_WORD * (word + 1) {
+                let key = next.keys.get_unchecked(position).wrapping_add(d * F::ELEMENT);
+                for line in 0..(16 * NV * F::ELEMENT).div_ceil(64) {
+                    F::L::fetch(key.wrapping_add(64 * line));
+                }
+            }
             let mut values = [F::L::splat(0.0); NV];
             for (v, values) in values.iter_mut().enumerate() {
                 let at = (d + 16 * v) * F::ELEMENT;

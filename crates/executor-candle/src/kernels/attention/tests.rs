@@ -168,7 +168,7 @@ impl Under {
     /// How far a result may be off, as a share of the sum of sizes.
     fn tolerance(self, dtype: KvDtype) -> f64 {
         match self {
-            Self::Level(kernels) if kernels.level() != KernelLevel::Avx512 => 1e-5,
+            Self::Level(kernels) if kernels.level() != KernelLevel::Avx512Bf16 => 1e-5,
             Self::Level(_) if dtype != KvDtype::Bf16 => 1e-5,
             Self::Level(_) | Self::PlainPairs => 2e-2,
         }
