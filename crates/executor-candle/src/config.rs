@@ -2,9 +2,8 @@
 
 use std::fmt;
 use std::num::NonZeroUsize;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use microserving_executor::ExecutorError;
 use microserving_protocol::{KvDtype, TokenId};
 
 use crate::KernelLevel;
@@ -96,47 +95,4 @@ impl fmt::Display for WeightDtype {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
-}
-
-/// How a model lies on disk; the tokenizer lies beside or inside it accordingly.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ModelFormat {
-    /// One file that holds weights, configuration and vocabulary.
-    Gguf,
-    /// A directory in the layout of the Hugging Face hub.
-    Safetensors,
-}
-
-impl ModelFormat {
-    /// Looks at `path`.
-    ///
-    /// # Errors
-    /// [`ExecutorError::Load`] if nothing is there or it is neither of the two.
-    pub fn of(path: &Path) -> Result<Self, ExecutorError> {
-        let reason = match std::fs::metadata(path) {
-            Ok(meta) if meta.is_dir() && path.join("config.json").is_file() => return Ok(Self::Safetensors),
-            Ok(meta) if meta.is_dir() => "is a directory without a config.json".to_owned(),
-            Ok(_) => {
-                let mut magic = [0; 4];
-                let read = std::fs::File::open(path)
-                    .and_then(|mut file| std::io::Read::read_exact(&mut file, &mut magic));
-                match read {
-                    Ok(()) if &magic == b"GGUF" => return Ok(Self::Gguf),
-                    Ok(()) => "is not a GGUF file".to_owned(),
-                    Err(err) => err.to_string(),
-                }
-            }
-            Err(err) => err.to_string(),
-        };
-        Err(ExecutorError::Load { reason: format!("{}: {reason}", path.display()) })
-    }
-}
-
-/// A word on how far loading has come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LoadProgress {
-    /// Bytes of the files read so far.
-    pub bytes: u64,
-    /// Bytes of the files in total.
-    pub total_bytes: u64,
 }

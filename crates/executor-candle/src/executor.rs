@@ -1,16 +1,16 @@
 //! The executor contract over the walk.
 
-use std::path::Path;
 use std::sync::Arc;
 
+use microserving_checkpoint::{LoadProgress, ModelFormat, load_error, max_context};
 use microserving_executor::{Batch, Executor, ExecutorError, ExecutorInfo, StepOutput};
 use microserving_protocol::{KvDtype, KvGeometry, KvLayout, KvMemory, LayerId, MemoryKind, PageId};
 
 use crate::attention::KvRegion;
-use crate::config::{CandleConfig, LoadProgress, ModelFormat};
+use crate::config::CandleConfig;
 use crate::forward::Model;
-use crate::kernels::{KernelLevel, Kernels};
-use crate::load::{GgufSource, SafetensorsSource, TensorSource, build, load_error};
+use crate::kernels::{KernelLevel, Kernels, WIDE_ROWS};
+use crate::load::build;
 use crate::pool::Pool;
 
 /// Runs one model on the CPU.
@@ -46,18 +46,15 @@ impl CandleExecutor {
             reason: format!("kernel_level: this machine lacks the instructions of {level}"),
         })?;
         let format = ModelFormat::of(&config.path)?;
-        let source: Box<dyn TensorSource> = match format {
-            ModelFormat::Gguf => Box::new(GgufSource::open(&config.path)?),
-            ModelFormat::Safetensors => Box::new(SafetensorsSource::open(&config.path)?),
-        };
-        let max_context = match config.max_context {
-            None => source.config().max_context,
-            Some(asked) if (1..=source.config().max_context).contains(&asked) => asked,
-            Some(asked) => {
-                let most = source.config().max_context;
-                return Err(load_error(format!("max_context is {asked}, the model allows 1..={most}")));
-            }
-        };
+        let source = format.open(&config.path)?;
+        let max_context = max_context(source.config(), config.max_context)?;
+        let group = source.config().num_heads / source.config().num_kv_heads;
+        if group > WIDE_ROWS {
+            return Err(load_error(format!(
+                "{}: {group} heads share a KV head, at most {WIDE_ROWS} can share one",
+                config.path.display()
+            )));
+        }
         let mut pool = Pool::new(config.threads, config.pin_threads)
             .map_err(|err| ExecutorError::Device { reason: format!("threads: {err}") })?;
         let weights = build(&*source, config.dtype, &mut pool, progress)?;
@@ -82,7 +79,7 @@ impl CandleExecutor {
             tp_size: 1,
         };
         let info = ExecutorInfo {
-            model: config.model.clone().unwrap_or_else(|| name_of(&config.path, format)),
+            model: config.model.clone().unwrap_or_else(|| format.model_name(&config.path)),
             layout,
             vocab_size: shape.vocab_size as u32,
             max_context,
@@ -145,17 +142,6 @@ impl Executor for CandleExecutor {
         model.sample(&mut batch.items, &mut sampled);
         Ok(StepOutput { sampled, modelled: None })
     }
-}
-
-/// Names a model by its path: a file without its extension, a directory as it is, since `Qwen3-0.6B` has no extension.
-fn name_of(path: &Path, format: ModelFormat) -> String {
-    // `.` has a name only once it is resolved.
-    let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-    let name = match format {
-        ModelFormat::Gguf => path.file_stem(),
-        ModelFormat::Safetensors => path.file_name(),
-    };
-    name.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
 }
 
 /// Checks the batch against the contract, so that the walk can rely on it. `written` is scratch: the pages that it writes.

@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
+use microserving_checkpoint::ModelConfig;
 use microserving_executor::{BatchItem, SampleError, Sampled};
 use microserving_protocol::{LayerId, PageId};
 
-use crate::architecture::ModelConfig;
 use crate::attention::{Heads, KvRegion, Units, attend};
 use crate::kernels::{Kernels, WideState};
 use crate::load::{LayerWeights, ModelWeights};

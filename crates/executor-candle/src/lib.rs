@@ -48,7 +48,6 @@
 //! }
 //! ```
 
-mod architecture;
 mod attention;
 mod config;
 mod executor;
@@ -60,7 +59,8 @@ mod products;
 mod reference;
 mod weights;
 
-pub use config::{CandleConfig, LoadProgress, ModelFormat, WeightDtype};
+pub use config::{CandleConfig, WeightDtype};
 pub use executor::CandleExecutor;
 pub use kernels::KernelLevel;
+pub use microserving_checkpoint::{LoadProgress, ModelFormat};
 pub use reference::ReferenceModel;

@@ -9,12 +9,9 @@ use candle_core::{DType, Device, IndexOp, Result, Tensor};
 use candle_nn::VarBuilder;
 use candle_nn::ops::{rms_norm, silu, softmax_last_dim};
 use candle_nn::rotary_emb::rope;
+use microserving_checkpoint::{Architecture, ModelConfig, ModelFormat, load_error, shard_paths};
 use microserving_executor::ExecutorError;
 use microserving_protocol::TokenId;
-
-use crate::architecture::{Architecture, ModelConfig};
-use crate::config::ModelFormat;
-use crate::load::{GgufSource, SafetensorsSource, TensorSource, load_error, shard_paths};
 
 /// A model in straightforward candle operations: f32, whole sequence, no cache, no batching.
 ///
@@ -40,7 +37,7 @@ impl ReferenceModel {
         let failed = |err: candle_core::Error| load_error(format!("{}: {err}", path.display()));
         match ModelFormat::of(path)? {
             ModelFormat::Safetensors => {
-                let config = SafetensorsSource::open(path)?.config().clone();
+                let config = ModelFormat::Safetensors.open(path)?.config().clone();
                 let shards = shard_paths(path)?;
                 // SAFETY: the files must not change while the model lives, which the documentation asks of the user.
                 let weights =
@@ -48,7 +45,7 @@ impl ReferenceModel {
                 Ok(Self { config, weights: weights.map_err(failed)? })
             }
             ModelFormat::Gguf => {
-                let config = GgufSource::open(path)?.config().clone();
+                let config = ModelFormat::Gguf.open(path)?.config().clone();
                 let tensors = gguf_tensors(path, &config).map_err(failed)?;
                 Ok(Self { config, weights: VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu) })
             }

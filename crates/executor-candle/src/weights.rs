@@ -2,8 +2,10 @@
 
 use std::ops::Range;
 
+use candle_core::quantized::GgmlDType;
 use half::f16;
 use memmap2::{Advice, MmapMut};
+use microserving_checkpoint::TensorType;
 use microserving_executor::ExecutorError;
 
 use crate::kernels::{Activation, BLOCK, KernelLevel, Kernels, MatrixRef, NR, Quants, bf16_bits};
@@ -31,6 +33,29 @@ pub(crate) enum Form {
 }
 
 impl Form {
+    /// Returns the form that keeps a tensor as it is; for a quantised type without tiles of its own, q8_0.
+    pub(crate) const fn of(kind: TensorType) -> Self {
+        match kind {
+            TensorType::F32 => Self::F32,
+            TensorType::F16 => Self::F16,
+            TensorType::Bf16 => Self::Bf16,
+            TensorType::Quantised(GgmlDType::Q4_0) => Self::Quantised(Quants::Q4_0),
+            TensorType::Quantised(GgmlDType::Q4_1) => Self::Quantised(Quants::Q4_1),
+            TensorType::Quantised(GgmlDType::Q4K) => Self::Quantised(Quants::Q4K),
+            TensorType::Quantised(GgmlDType::Q6K) => Self::Quantised(Quants::Q6K),
+            TensorType::Quantised(_) => Self::Quantised(Quants::Q8_0),
+        }
+    }
+
+    /// Says whether a matrix of this form takes a file's blocks as they are.
+    pub(crate) fn keeps(self, kind: TensorType) -> bool {
+        match kind {
+            TensorType::Quantised(GgmlDType::Q8_0) => self == Self::Quantised(Quants::Q8_0),
+            TensorType::Quantised(_) => self == Self::of(kind) && self != Self::Quantised(Quants::Q8_0),
+            _ => false,
+        }
+    }
+
     /// Returns the name used in `numeric_mode`.
     pub(crate) const fn name(self) -> &'static str {
         match self {

@@ -2,16 +2,16 @@
 
 use std::collections::{BTreeSet, HashMap};
 
+use microserving_checkpoint::{
+    LoadProgress, ModelConfig, Place, Role, Tensor, TensorSource, TensorType, Wanted, find,
+};
 use microserving_executor::ExecutorError;
 
 use super::fill::Filler;
-use super::source::{Place, Role, load_error};
-use super::{Tensor, TensorSource, TensorType};
-use crate::architecture::ModelConfig;
+use crate::WeightDtype;
 use crate::kernels::{NR, Quants};
 use crate::pool::Pool;
 use crate::weights::{Arena, Form, Matrix, Plan, Vector};
-use crate::{LoadProgress, WeightDtype};
 
 /// One layer.
 #[derive(Clone, Copy, Debug)]
@@ -65,12 +65,10 @@ pub(super) enum Target {
     Vector { vector: Vector, first: usize },
 }
 
-/// A tensor that the model needs: its place, its shape and where it goes.
+/// A tensor that the model needs, and where it goes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Need {
-    pub(super) place: Place,
-    pub(super) rows: Option<usize>,
-    pub(super) columns: usize,
+    pub(super) wanted: Wanted,
     pub(super) target: Target,
 }
 
@@ -87,57 +85,21 @@ pub(crate) fn build(
     progress: &mut dyn FnMut(LoadProgress),
 ) -> Result<ModelWeights, ExecutorError> {
     let config = source.config().clone();
-    let tensors: HashMap<String, Tensor> =
-        source.tensors().into_iter().map(|tensor| (tensor.name.clone(), tensor)).collect();
-    let choice = choose_form(dtype, &tensors);
-    if config.num_layers > tensors.len() {
-        return Err(load_error(format!(
-            "the configuration names {} layers, the files hold only {} tensors",
-            config.num_layers,
-            tensors.len()
-        )));
-    }
+    let found = find(source)?;
+    let choice = choose_form(dtype, &found);
+    let kinds: HashMap<String, TensorType> =
+        found.iter().map(|(_, tensor)| (tensor.name.clone(), tensor.kind)).collect();
     let form_of = |place: Place| match choice {
         Some(form) => form,
-        // A tensor that is missing is refused below.
-        None => tensors.get(&source.name_of(place)).map_or(Form::F32, |tensor| tensor.kind.form()),
+        None => kinds.get(&source.name_of(place)).map_or(Form::F32, |&kind| Form::of(kind)),
     };
     let (plan, places, needs) = layout(&config, &form_of);
-    let mut left: HashMap<&str, &Tensor> =
-        tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
-    // Shapes first: a wrong one should not show only after a minute of reading.
-    let mut work = Vec::with_capacity(needs.len());
-    for need in needs {
-        let name = source.name_of(need.place);
-        let tensor =
-            left.remove(name.as_str()).ok_or_else(|| load_error(format!("tensor {name} is missing")))?;
-        let shape: Vec<usize> = need.rows.into_iter().chain([need.columns]).collect();
-        if tensor.shape != shape {
-            return Err(load_error(format!(
-                "tensor {name} has the shape {:?}, the configuration asks for {shape:?}",
-                tensor.shape
-            )));
-        }
-        work.push((need, tensor));
-    }
-    if config.tied {
-        // Some writers store the tied matrix twice.
-        left.remove(source.name_of(Place::OutputMatrix).as_str());
-    }
-    let mut unknown: Vec<&str> = left.into_keys().filter(|name| !source.is_ignorable(name)).collect();
-    unknown.sort_unstable();
-    if let Some(name) = unknown.first() {
-        return Err(load_error(format!(
-            "tensor {name} ({} such) has no place in the {} architecture",
-            unknown.len(),
-            config.architecture.name()
-        )));
-    }
+    debug_assert!(needs.iter().map(|need| need.wanted).eq(found.iter().map(|(wanted, _)| *wanted)));
     let mut filler = Filler::new(source, &config, pool);
     let mut arena = Arena::new(&plan)?;
     let total_bytes = source.total_bytes();
-    for (need, tensor) in work {
-        let bytes = filler.fill(&mut arena, &need, tensor)?;
+    for (need, (_, tensor)) in needs.iter().zip(&found) {
+        let bytes = filler.fill(&mut arena, need, tensor)?;
         progress(LoadProgress { bytes, total_bytes });
     }
     let hash = filler.hash();
@@ -154,22 +116,22 @@ pub(crate) fn build(
 
 /// Chooses one form for all matrices, or for each its tensor's own. `auto` follows the file: one with quantised tensors is
 /// kept as it is, else the widest type found is all matrices'.
-fn choose_form(dtype: WeightDtype, tensors: &HashMap<String, Tensor>) -> Option<Form> {
+fn choose_form(dtype: WeightDtype, tensors: &[(Wanted, Tensor)]) -> Option<Form> {
     match dtype {
         WeightDtype::F32 => Some(Form::F32),
         WeightDtype::F16 => Some(Form::F16),
         WeightDtype::Bf16 => Some(Form::Bf16),
         WeightDtype::Q8_0 => Some(Form::Quantised(Quants::Q8_0)),
         WeightDtype::Auto => {
-            let mut kinds =
-                tensors.values().filter(|tensor| tensor.shape.len() == 2).map(|tensor| tensor.kind);
+            let matrices = tensors.iter().filter(|(wanted, _)| wanted.rows.is_some());
+            let mut kinds = matrices.map(|(_, tensor)| tensor.kind);
             let has = |kind| kinds.clone().any(|other| other == kind);
             if kinds.clone().any(|kind| matches!(kind, TensorType::Quantised(_))) {
                 None
             } else if has(TensorType::F32) || (has(TensorType::F16) && has(TensorType::Bf16)) {
                 Some(Form::F32)
             } else {
-                Some(kinds.next().map_or(Form::F32, TensorType::form))
+                Some(kinds.next().map_or(Form::F32, Form::of))
             }
         }
     }
@@ -192,7 +154,8 @@ impl Layout<'_> {
 
     /// A part of a vector.
     fn part(&mut self, place: Place, vector: Vector, first: usize, len: usize) {
-        self.needs.push(Need { place, rows: None, columns: len, target: Target::Vector { vector, first } });
+        let wanted = Wanted { place, rows: None, columns: len };
+        self.needs.push(Need { wanted, target: Target::Vector { vector, first } });
     }
 
     /// A matrix that one tensor fills.
@@ -230,7 +193,8 @@ impl Layout<'_> {
     /// Some rows of a matrix.
     fn rows(&mut self, place: Place, matrix: Matrix, first_row: usize, rows: usize, columns: usize) {
         let target = Target::Matrix { matrix, first_row };
-        self.needs.push(Need { place, rows: Some(rows), columns, target });
+        let wanted = Wanted { place, rows: Some(rows), columns };
+        self.needs.push(Need { wanted, target });
     }
 }
 

@@ -3,12 +3,10 @@
 use std::ops::Range;
 use std::sync::Mutex;
 
+use microserving_checkpoint::{Identity, ModelConfig, Place, Tensor, TensorSource, load_error};
 use microserving_executor::ExecutorError;
-use xxhash_rust::xxh3::Xxh3;
 
 use super::build::{Need, Target};
-use super::source::{Place, Tensor, TensorSource, load_error};
-use crate::architecture::ModelConfig;
 use crate::kernels::NR;
 use crate::pool::{Parts, Pool};
 use crate::weights::{Arena, Matrix, Row, Vector};
@@ -20,7 +18,7 @@ const BATCH_BYTES: usize = 8 << 20;
 pub(super) struct Filler<'a> {
     source: &'a dyn TensorSource,
     pool: &'a mut Pool,
-    hash: Xxh3,
+    hash: Identity,
     read: u64,
 }
 
@@ -42,14 +40,12 @@ struct Batch<'a> {
 
 impl<'a> Filler<'a> {
     pub(super) fn new(source: &'a dyn TensorSource, config: &ModelConfig, pool: &'a mut Pool) -> Self {
-        let mut hash = Xxh3::new();
-        hash.update(format!("{config:?}").as_bytes());
-        Self { source, pool, hash, read: 0 }
+        Self { source, pool, hash: Identity::new(config), read: 0 }
     }
 
     /// Returns a hash of configuration, names, types and weights read so far.
     pub(super) fn hash(&self) -> u64 {
-        self.hash.digest()
+        self.hash.get()
     }
 
     /// Reads one tensor into its place; returns the bytes read so far.
@@ -60,7 +56,7 @@ impl<'a> Filler<'a> {
         tensor: &Tensor,
     ) -> Result<u64, ExecutorError> {
         let bytes = self.source.bytes(tensor)?;
-        self.hash.update(format!("{} {:?} {:?}", tensor.name, tensor.shape, tensor.kind).as_bytes());
+        self.hash.tensor(tensor);
         match need.target {
             Target::Matrix { matrix, first_row } => {
                 self.matrix(arena, need, tensor, bytes, matrix, first_row)?;
@@ -80,14 +76,14 @@ impl<'a> Filler<'a> {
         vector: Vector,
         first: usize,
     ) -> Result<(), ExecutorError> {
-        self.hash.update(bytes);
-        let mut values = vec![0.0; need.columns];
+        self.hash.bytes(bytes);
+        let mut values = vec![0.0; need.wanted.columns];
         widen(tensor, bytes, &mut values, &mut Vec::new())?;
         if values.iter().any(|x| !x.is_finite()) {
             return Err(not_finite(tensor, 0, "f32"));
         }
-        for at in 0..need.columns {
-            vector.put(arena, first + at, values[self.source.row_in_file(need.place, at)]);
+        for at in 0..need.wanted.columns {
+            vector.put(arena, first + at, values[self.source.row_in_file(need.wanted.place, at)]);
         }
         Ok(())
     }
@@ -101,9 +97,9 @@ impl<'a> Filler<'a> {
         matrix: Matrix,
         first_row: usize,
     ) -> Result<(), ExecutorError> {
-        let rows = need.rows.unwrap_or(1);
+        let rows = need.wanted.rows.unwrap_or(1);
         let row_bytes = bytes.len() / rows;
-        let in_order = (0..rows).all(|row| self.source.row_in_file(need.place, row) == row);
+        let in_order = (0..rows).all(|row| self.source.row_in_file(need.wanted.place, row) == row);
         // Batches end where tiles do. Rows in another order come from anywhere in the tensor.
         let per_batch = if in_order { BATCH_BYTES / row_bytes.max(1) } else { rows + NR };
         let per_batch = per_batch.max(1).next_multiple_of(NR);
@@ -112,11 +108,11 @@ impl<'a> Filler<'a> {
             let end = rows.min((first_row + begin + per_batch) / NR * NR - first_row);
             let batch = Batch {
                 source: self.source,
-                place: need.place,
+                place: need.wanted.place,
                 tensor,
                 bytes,
                 row_bytes,
-                columns: need.columns,
+                columns: need.wanted.columns,
                 matrix,
                 first_row,
                 rows: first_row + begin..first_row + end,
@@ -135,7 +131,7 @@ fn pack(
     batch: &Batch<'_>,
     arena: &mut Arena,
     pool: &mut Pool,
-    (hash, bytes): (&mut Xxh3, &[u8]),
+    (hash, bytes): (&mut Identity, &[u8]),
 ) -> Result<(), ExecutorError> {
     let tiles = batch.rows.start / NR..batch.rows.end.div_ceil(NR);
     let all = Parts::new(arena.bytes_mut());
@@ -145,7 +141,7 @@ fn pack(
         let Some(piece) = piece.checked_sub(1) else {
             // No piece panics while it holds a lock.
             if let Ok(mut hash) = hash.lock() {
-                hash.update(bytes);
+                hash.bytes(bytes);
             }
             return;
         };
@@ -170,7 +166,7 @@ impl Batch<'_> {
     /// Packs the batch's rows of one tile.
     fn pack_tile(&self, tile: usize, data: &mut [u8]) -> Result<(), (usize, ExecutorError)> {
         let (form, _) = self.matrix.tile(tile);
-        let keeps = self.tensor.kind.is_kept_by(form);
+        let keeps = form.keeps(self.tensor.kind);
         let mut values = vec![0.0; if keeps { 0 } else { self.columns }];
         let mut scratch = Vec::new();
         let rows = self.rows.start.max(tile * NR)..self.rows.end.min((tile + 1) * NR);

@@ -7,8 +7,8 @@ use half::{bf16, f16};
 
 use super::super::*;
 use super::{Random, all_kernels};
-use crate::load::TensorType;
 use crate::weights::{Arena, Form, Matrix, Plan, Row};
+use microserving_checkpoint::TensorType;
 
 /// Activation rows in the form of a matrix.
 struct Rows {

@@ -8,18 +8,16 @@ use half::{bf16, f16};
 use memmap2::{Mmap, UncheckedAdvice};
 use microserving_executor::ExecutorError;
 
-use crate::architecture::ModelConfig;
-use crate::kernels::Quants;
-use crate::weights::Form;
+use crate::ModelConfig;
 
 /// Makes an [`ExecutorError::Load`].
-pub(crate) fn load_error(reason: impl Into<String>) -> ExecutorError {
+pub fn load_error(reason: impl Into<String>) -> ExecutorError {
     ExecutorError::Load { reason: reason.into() }
 }
 
 /// The number format of a tensor in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum TensorType {
+pub enum TensorType {
     /// Single precision.
     F32,
     /// Half precision.
@@ -31,31 +29,9 @@ pub(crate) enum TensorType {
 }
 
 impl TensorType {
-    /// Returns the form that keeps the tensor as it is; for a quantised type without tiles of its own, q8_0.
-    pub(crate) const fn form(self) -> Form {
-        match self {
-            Self::F32 => Form::F32,
-            Self::F16 => Form::F16,
-            Self::Bf16 => Form::Bf16,
-            Self::Quantised(GgmlDType::Q4_0) => Form::Quantised(Quants::Q4_0),
-            Self::Quantised(GgmlDType::Q4_1) => Form::Quantised(Quants::Q4_1),
-            Self::Quantised(GgmlDType::Q4K) => Form::Quantised(Quants::Q4K),
-            Self::Quantised(GgmlDType::Q6K) => Form::Quantised(Quants::Q6K),
-            Self::Quantised(_) => Form::Quantised(Quants::Q8_0),
-        }
-    }
-
-    /// Says whether a matrix of that form takes the file's blocks as they are.
-    pub(crate) fn is_kept_by(self, form: Form) -> bool {
-        match self {
-            Self::Quantised(GgmlDType::Q8_0) => form == Form::Quantised(Quants::Q8_0),
-            Self::Quantised(_) => form == self.form() && form != Form::Quantised(Quants::Q8_0),
-            _ => false,
-        }
-    }
-
     /// Returns the bytes of a row; `None` if it is not made of whole blocks.
-    pub(crate) fn row_bytes(self, columns: usize) -> Option<usize> {
+    #[must_use]
+    pub fn row_bytes(self, columns: usize) -> Option<usize> {
         let (block, bytes) = match self {
             Self::F32 => (1, 4),
             Self::F16 | Self::Bf16 => (1, 2),
@@ -65,7 +41,10 @@ impl TensorType {
     }
 
     /// Widens a row to f32. `scratch` is memory for it to reuse.
-    pub(crate) fn widen(self, bytes: &[u8], out: &mut [f32], scratch: &mut Vec<u32>) -> Result<(), String> {
+    ///
+    /// # Errors
+    /// What candle says of blocks that it cannot widen.
+    pub fn widen(self, bytes: &[u8], out: &mut [f32], scratch: &mut Vec<u32>) -> Result<(), String> {
         match self {
             Self::F32 => {
                 for (x, bytes) in out.iter_mut().zip(bytes.as_chunks().0) {
@@ -105,45 +84,63 @@ impl TensorType {
 
 /// A tensor of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Tensor {
+pub struct Tensor {
     /// Its name in the file.
-    pub(crate) name: String,
+    pub name: String,
     /// Its shape, outermost first.
-    pub(crate) shape: Vec<usize>,
+    pub shape: Vec<usize>,
     /// Its number format.
-    pub(crate) kind: TensorType,
+    pub kind: TensorType,
 }
 
 /// The roles of a layer's tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Role {
+pub enum Role {
+    /// The norm before attention: `[hidden]`.
     AttentionNorm,
+    /// Queries: `[q_width, hidden]`.
     Q,
+    /// Keys: `[kv_width, hidden]`.
     K,
+    /// Values: `[kv_width, hidden]`.
     V,
+    /// `[q_width]`.
     QBias,
+    /// `[kv_width]`.
     KBias,
+    /// `[kv_width]`.
     VBias,
+    /// The norm of each query head: `[head_dim]`.
     QNorm,
+    /// The norm of each key head: `[head_dim]`.
     KNorm,
+    /// What attention's heads are joined by: `[hidden, q_width]`.
     Output,
+    /// The norm before the gated layer: `[hidden]`.
     MlpNorm,
+    /// `[intermediate, hidden]`.
     Gate,
+    /// `[intermediate, hidden]`.
     Up,
+    /// `[hidden, intermediate]`.
     Down,
 }
 
 /// A tensor's place in a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
+pub enum Place {
+    /// A row for each token: `[vocab, hidden]`.
     Embedding,
+    /// The norm before the output matrix: `[hidden]`.
     FinalNorm,
+    /// A row for each token's logit: `[vocab, hidden]`.
     OutputMatrix,
+    /// A layer's tensor.
     Layer(usize, Role),
 }
 
 /// A model's files.
-pub(crate) trait TensorSource: Sync {
+pub trait TensorSource: Sync {
     /// Returns the model's shape.
     fn config(&self) -> &ModelConfig;
 
@@ -162,6 +159,9 @@ pub(crate) trait TensorSource: Sync {
     fn row_in_file(&self, place: Place, row: usize) -> usize;
 
     /// Returns a tensor's bytes: as many as its shape and type say.
+    ///
+    /// # Errors
+    /// [`ExecutorError::Load`] if there is no such tensor, or its rows are not whole blocks.
     fn bytes(&self, tensor: &Tensor) -> Result<&[u8], ExecutorError>;
 
     /// Says that some bytes of a tensor will not be read again, so that they need not stay in memory.

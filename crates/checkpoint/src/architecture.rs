@@ -2,11 +2,9 @@
 
 use microserving_protocol::TokenId;
 
-use crate::kernels::WIDE_ROWS;
-
 /// A supported family. They differ only in details of attention, so one walk serves them all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Architecture {
+pub enum Architecture {
     /// Llama 2 and 3, SmolLM2, TinyLlama.
     Llama,
     /// Mistral 7B and its kin without a sliding window: Llama by another name.
@@ -19,7 +17,8 @@ pub(crate) enum Architecture {
 
 impl Architecture {
     /// Returns the family of a Hugging Face `model_type`, which GGUF's `general.architecture` shares.
-    pub(crate) fn from_name(name: &str) -> Option<Self> {
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
         match name {
             "llama" => Some(Self::Llama),
             "mistral" => Some(Self::Mistral),
@@ -30,7 +29,8 @@ impl Architecture {
     }
 
     /// Returns the name.
-    pub(crate) const fn name(self) -> &'static str {
+    #[must_use]
+    pub const fn name(self) -> &'static str {
         match self {
             Self::Llama => "llama",
             Self::Mistral => "mistral",
@@ -40,19 +40,21 @@ impl Architecture {
     }
 
     /// Says whether q, k and v have a bias.
-    pub(crate) const fn has_qkv_bias(self) -> bool {
+    #[must_use]
+    pub const fn has_qkv_bias(self) -> bool {
         matches!(self, Self::Qwen2)
     }
 
     /// Says whether the heads of q and k are normalised.
-    pub(crate) const fn has_qk_norm(self) -> bool {
+    #[must_use]
+    pub const fn has_qk_norm(self) -> bool {
         matches!(self, Self::Qwen3)
     }
 }
 
 /// How the rotary frequencies differ from `theta^(-2i/d)`.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum RopeScaling {
+pub enum RopeScaling {
     /// They do not.
     None,
     /// All divided by one factor.
@@ -77,39 +79,55 @@ pub(crate) enum RopeScaling {
 
 /// The shape and constants of a model.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct ModelConfig {
-    pub(crate) architecture: Architecture,
-    pub(crate) num_layers: usize,
+pub struct ModelConfig {
+    /// The family.
+    pub architecture: Architecture,
+    /// Layers.
+    pub num_layers: usize,
     /// Width of the residual stream.
-    pub(crate) hidden: usize,
+    pub hidden: usize,
     /// Width of the gated layer.
-    pub(crate) intermediate: usize,
-    pub(crate) num_heads: usize,
-    pub(crate) num_kv_heads: usize,
-    pub(crate) head_dim: usize,
-    pub(crate) vocab_size: usize,
-    pub(crate) max_context: u32,
-    pub(crate) rms_eps: f32,
-    pub(crate) rope_theta: f64,
-    pub(crate) rope_scaling: RopeScaling,
+    pub intermediate: usize,
+    /// Query heads.
+    pub num_heads: usize,
+    /// KV heads; each serves `num_heads / num_kv_heads` query heads.
+    pub num_kv_heads: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Rows of the embedding: logits per position.
+    pub vocab_size: usize,
+    /// The longest sequence that the model was made for, in tokens.
+    pub max_context: u32,
+    /// Added to the mean square where rows are normalised.
+    pub rms_eps: f32,
+    /// The base of the rotary frequencies.
+    pub rope_theta: f64,
+    /// How they differ from the base's powers.
+    pub rope_scaling: RopeScaling,
     /// The embedding serves as output matrix.
-    pub(crate) tied: bool,
-    pub(crate) eos_tokens: Vec<TokenId>,
+    pub tied: bool,
+    /// The tokens that end a sequence, as far as the files say.
+    pub eos_tokens: Vec<TokenId>,
 }
 
 impl ModelConfig {
     /// Returns the width of all query heads together.
-    pub(crate) const fn q_width(&self) -> usize {
+    #[must_use]
+    pub const fn q_width(&self) -> usize {
         self.num_heads * self.head_dim
     }
 
     /// Returns the width of all key (or value) heads together.
-    pub(crate) const fn kv_width(&self) -> usize {
+    #[must_use]
+    pub const fn kv_width(&self) -> usize {
         self.num_kv_heads * self.head_dim
     }
 
-    /// Checks what the walk relies on; returns what is wrong, in the words of the files' fields given by `field`.
-    pub(crate) fn check(&self) -> Result<(), String> {
+    /// Checks what every executor relies on.
+    ///
+    /// # Errors
+    /// What is wrong, in words.
+    pub fn check(&self) -> Result<(), String> {
         let sizes = [
             ("number of layers", self.num_layers),
             ("hidden size", self.hidden),
@@ -129,12 +147,6 @@ impl ModelConfig {
         if !self.num_heads.is_multiple_of(self.num_kv_heads) {
             return Err(format!(
                 "{} heads cannot share {} KV heads evenly",
-                self.num_heads, self.num_kv_heads
-            ));
-        }
-        if self.num_heads / self.num_kv_heads > WIDE_ROWS {
-            return Err(format!(
-                "{} heads share {} KV heads, at most {WIDE_ROWS} can share one",
                 self.num_heads, self.num_kv_heads
             ));
         }
@@ -160,7 +172,8 @@ impl ModelConfig {
     }
 
     /// Returns the angle per position of each pair of a head: `head_dim / 2` values.
-    pub(crate) fn inverse_frequencies(&self) -> Vec<f64> {
+    #[must_use]
+    pub fn inverse_frequencies(&self) -> Vec<f64> {
         (0..self.head_dim / 2)
             .map(|i| {
                 let base = self.rope_theta.powf(-((2 * i) as f64) / self.head_dim as f64);

@@ -11,9 +11,8 @@ use microserving_protocol::TokenId;
 use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 
-use super::source::{Place, Role, drop_pages, load_error};
-use super::{Tensor, TensorSource, TensorType};
 use crate::architecture::{Architecture, ModelConfig, RopeScaling};
+use crate::source::{Place, Role, Tensor, TensorSource, TensorType, drop_pages, load_error};
 
 /// A tensor's bytes in one of the maps.
 #[derive(Debug)]
@@ -85,7 +84,7 @@ impl SafetensorsSource {
 }
 
 /// Returns the weight files: those that the index names, else the one without an index.
-pub(crate) fn shard_paths(directory: &Path) -> Result<Vec<PathBuf>, ExecutorError> {
+pub fn shard_paths(directory: &Path) -> Result<Vec<PathBuf>, ExecutorError> {
     #[derive(Deserialize)]
     struct Index {
         weight_map: BTreeMap<String, String>,

@@ -12,9 +12,9 @@ use memmap2::Mmap;
 use microserving_executor::ExecutorError;
 use microserving_protocol::TokenId;
 
-use super::source::{Place, Role, drop_pages, load_error};
-use super::{Tensor, TensorSource, TensorType, header};
 use crate::architecture::{Architecture, ModelConfig, RopeScaling};
+use crate::header;
+use crate::source::{Place, Role, Tensor, TensorSource, TensorType, drop_pages, load_error};
 
 /// The tensor of ready-made rotary divisors.
 const ROPE_DIVISORS: &str = "rope_freqs.weight";
