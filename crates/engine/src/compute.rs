@@ -36,6 +36,7 @@ impl Engine {
                 position: item.range.start,
                 pages: sequence.pages.list(),
                 sampler: sampler.as_mut(),
+                is_sent: puts.iter().any(|put| put.slot == item.slot),
             });
         }
         let (transport, sequences, geometry) = (&mut self.transport, &self.sequences, &self.geometry);

@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use microserving_kvcache::lifecycle::{self, Event, PageAction};
-use microserving_protocol::Generation;
+use microserving_protocol::{Generation, KvRange};
 
+use crate::actions::pages_of;
 use crate::mutants::Mutant;
 use crate::sequence::{Choice, Pages, Slot, Work};
 use crate::{Engine, EngineError};
@@ -79,6 +80,8 @@ impl Engine {
             return;
         }
         let Some(&slot) = self.receiving.get(&generation) else { return };
+        // What the device cannot take over is computed here instead.
+        let event = if event == Event::Complete && !self.import(slot) { Event::Lost } else { event };
         match event {
             Event::Lost => self.counters.transfers_lost += 1,
             Event::Complete => self.note_arrival(slot),
@@ -93,6 +96,21 @@ impl Engine {
         self.quarantined.remove(&generation);
         if let Err(error) = self.cache.drained(generation) {
             tracing::error!(%error, "the quarantine lists differ");
+        }
+    }
+
+    /// Has the executor take over what has arrived for a reservation; says whether it could.
+    fn import(&mut self, slot: Slot) -> bool {
+        let Some(sequence) = self.sequences.get(&slot) else { return true };
+        let Work::Receive(reception) = &sequence.work else { return true };
+        let Some(range) = KvRange::new(reception.matched, reception.end) else { return true };
+        let pages = pages_of(sequence.pages.list(), self.geometry.layout.page_size, range);
+        match self.executor.import(pages) {
+            Ok(()) => true,
+            Err(error) => {
+                tracing::error!(%error, "received pages cannot be taken over");
+                false
+            }
         }
     }
 

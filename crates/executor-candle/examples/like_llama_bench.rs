@@ -176,6 +176,7 @@ impl Runner {
                 position: begin as u32,
                 pages: &self.pages[sequence],
                 sampler: (end == len).then_some(&mut sampler),
+                is_sent: false,
             };
             self.executor.forward(&mut Batch { items: vec![item] }, &mut |_| ())?;
         }
@@ -194,6 +195,7 @@ impl Runner {
                     position: (position + step) as u32,
                     pages: &self.pages[sequence],
                     sampler: Some(sampler),
+                    is_sent: false,
                 }
             });
             let output = self.executor.forward(&mut Batch { items: items.collect() }, &mut |_| ())?;

@@ -91,7 +91,8 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     let mut best: Option<Taken> = None;
     for _ in 0..3 {
-        let item = BatchItem { tokens: &prompt, position: 0, pages: &pages[0], sampler: None };
+        let item =
+            BatchItem { tokens: &prompt, position: 0, pages: &pages[0], sampler: None, is_sent: false };
         let (output, time) = timed(|| executor.forward(&mut Batch { items: vec![item] }, &mut |_| ()));
         output?;
         best = best.into_iter().chain([time]).min_by_key(|taken| taken.wall);
@@ -106,7 +107,13 @@ fn main() -> Result<(), Box<dyn Error>> {
         // Contexts of 64 tokens, as after a short prompt.
         let context = 64;
         for pages in &pages[..batch] {
-            let item = BatchItem { tokens: &vec![TokenId(1); context], position: 0, pages, sampler: None };
+            let item = BatchItem {
+                tokens: &vec![TokenId(1); context],
+                position: 0,
+                pages,
+                sampler: None,
+                is_sent: false,
+            };
             executor.forward(&mut Batch { items: vec![item] }, &mut |_| ())?;
         }
         let mut last = vec![TokenId(1); batch];
@@ -118,6 +125,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                     position: (context + step) as u32,
                     pages: &pages[i],
                     sampler: Some(sampler),
+                    is_sent: false,
                 });
                 let output = executor.forward(&mut Batch { items: items.collect() }, &mut |_| ())?;
                 for (last, sampled) in last.iter_mut().zip(output.sampled) {

@@ -132,7 +132,7 @@ impl Executor for CandleExecutor {
         let Self { info, model, kv, written } = self;
         let (geometry, memory) =
             kv.as_ref().ok_or_else(|| ExecutorError::Memory { reason: "attach was not called".into() })?;
-        check(batch, info, geometry.num_pages, written)?;
+        batch.check_writes(info, geometry.num_pages, written)?;
         let region = KvRegion { base: memory.base_address() as *mut u8, geometry };
         // SAFETY: the batch was checked; `memory` keeps the region mapped, is large enough and aligned by `attach`; that no
         // peer touches pages being written, and that pages read are written, is the contract of `forward`.
@@ -142,52 +142,4 @@ impl Executor for CandleExecutor {
         model.sample(&mut batch.items, &mut sampled);
         Ok(StepOutput { sampled, modelled: None })
     }
-}
-
-/// Checks the batch against the contract, so that the walk can rely on it. `written` is scratch: the pages that it writes.
-fn check(
-    batch: &Batch<'_>,
-    info: &ExecutorInfo,
-    num_pages: u32,
-    written: &mut Vec<PageId>,
-) -> Result<(), ExecutorError> {
-    let page_size = info.layout.page_size;
-    written.clear();
-    for (item, entry) in batch.items.iter().enumerate() {
-        let malformed = |reason: String| ExecutorError::MalformedBatch { item, reason };
-        if entry.tokens.is_empty() {
-            return Err(malformed("it has no tokens".into()));
-        }
-        let end = entry.position as usize + entry.tokens.len();
-        if end > info.max_context as usize {
-            return Err(malformed(format!(
-                "it ends at position {end}, the context holds {}",
-                info.max_context
-            )));
-        }
-        let needed = end.div_ceil(page_size as usize);
-        if entry.pages.len() < needed {
-            return Err(malformed(format!("it has {} pages, {needed} are needed", entry.pages.len())));
-        }
-        if let Some(token) = entry.tokens.iter().find(|token| token.0 >= info.vocab_size) {
-            return Err(malformed(format!("token {token} is outside the vocabulary of {}", info.vocab_size)));
-        }
-        if let Some(page) = entry.pages[..needed].iter().find(|page| page.0 >= num_pages) {
-            return Err(malformed(format!("page {page} is outside the region of {num_pages}")));
-        }
-        written.extend_from_slice(&entry.pages[(entry.position / page_size) as usize..needed]);
-    }
-    written.sort_unstable();
-    if let Some(pair) = written.windows(2).find(|pair| pair[0] == pair[1]) {
-        let page = pair[0];
-        let writes = |entry: &microserving_executor::BatchItem<'_>| {
-            entry.pages[(entry.position / page_size) as usize..].contains(&page)
-        };
-        let item = batch.items.iter().rposition(writes).unwrap_or(0);
-        return Err(ExecutorError::MalformedBatch {
-            item,
-            reason: format!("page {page} would be written twice"),
-        });
-    }
-    Ok(())
 }

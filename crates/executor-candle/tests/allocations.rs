@@ -76,6 +76,7 @@ fn check(path: &std::path::Path, dtype: WeightDtype, kv_dtype: KvDtype) {
             position: position as u32,
             pages,
             sampler: Some(sampler),
+            is_sent: false,
         });
         let mut batch = Batch { items: items.collect() };
         let before = ALLOCATIONS.load(Ordering::Relaxed);

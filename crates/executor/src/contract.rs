@@ -44,6 +44,9 @@ pub struct BatchItem<'a> {
     /// Draws the next token from the logits of the last position; `None` for a prefill chunk that is not the last, and for
     /// a prefill whose KV is all that is wanted.
     pub sampler: Option<&'a mut Sampler>,
+    /// A transfer reads the KV of the new tokens from the region as soon as `on_layer` tells of a layer. Without it, only
+    /// [`Executor::export`] makes KV readable there.
+    pub is_sent: bool,
 }
 
 /// The ragged batch of one step: prefill chunks and decodes mixed.
@@ -132,8 +135,9 @@ pub trait Executor: Send + fmt::Debug {
 
     /// Computes one step: writes the KV of all items' tokens and samples where a sampler is given.
     ///
-    /// `on_layer(layer)` is called once per layer, in order, when that layer's KV of **every** item is written and may be
-    /// read by a transfer; computing goes on after it returns, so it must not block.
+    /// `on_layer(layer)` is called once per layer, in order, when that layer's KV of **every** item is written, and that of
+    /// items that are [sent](BatchItem::is_sent) may be read by a transfer; computing goes on after it returns, so it must not
+    /// block.
     ///
     /// # Errors
     /// Errors of the whole step only; a sampler's failure is that item's entry in [`StepOutput::sampled`]. On an error
@@ -143,4 +147,23 @@ pub trait Executor: Send + fmt::Debug {
         batch: &mut Batch<'_>,
         on_layer: &mut dyn FnMut(LayerId),
     ) -> Result<StepOutput, ExecutorError>;
+
+    /// Takes over KV that others have written into these pages of the region: called when all of it is there, before the first
+    /// [`Self::forward`] that reads it. An executor that computes in the region itself has nothing to do; one that computes in
+    /// memory of its own copies the pages.
+    ///
+    /// # Errors
+    /// [`ExecutorError::Memory`] without a region or for a page outside it, [`ExecutorError::Compute`] if the device fails.
+    fn import(&mut self, _pages: &[PageId]) -> Result<(), ExecutorError> {
+        Ok(())
+    }
+
+    /// Makes what [`Self::forward`] has written into these pages readable in the region: called before a transfer reads KV of
+    /// earlier steps. An executor that computes in the region itself has nothing to do.
+    ///
+    /// # Errors
+    /// As of [`Self::import`].
+    fn export(&mut self, _pages: &[PageId]) -> Result<(), ExecutorError> {
+        Ok(())
+    }
 }

@@ -40,7 +40,7 @@
 //! let prompt: Vec<_> = b"once upon a time ".iter().map(|&byte| TokenId(byte.into())).collect();
 //! let mut sampler = Sampler::new(SamplingParams::greedy(), 0, &prompt);
 //! let pages = [PageId(2), PageId(0)];
-//! let item = BatchItem { tokens: &prompt, position: 0, pages: &pages, sampler: Some(&mut sampler) };
+//! let item = BatchItem { tokens: &prompt, position: 0, pages: &pages, sampler: Some(&mut sampler) , is_sent: false};
 //! let output = executor.forward(&mut Batch { items: vec![item] }, &mut |_layer| {})?;
 //! let sampled = output.sampled[0].as_ref().unwrap().as_ref().unwrap();
 //! assert!(sampled.token.0 < 256);
@@ -63,5 +63,5 @@ mod toy;
 pub use constraint::{ConstraintError, TokenConstraint, TokenMask};
 pub use contract::{Batch, BatchItem, Executor, ExecutorError, ExecutorInfo, Sampled, StepOutput};
 pub use roofline::RooflineExecutor;
-pub use sampler::{SampleError, Sampler};
+pub use sampler::{LogitNeed, SampleError, Sampler};
 pub use toy::{ToyConfig, ToyExecutor};

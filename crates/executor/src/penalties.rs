@@ -43,10 +43,15 @@ impl Penalties {
 
     /// Counts a token of the output.
     pub(crate) fn record(&mut self, token: TokenId) {
-        if self.repetition != 1.0 || self.frequency != 0.0 || self.presence != 0.0 {
+        if !self.is_empty() {
             let place = self.place(token);
             self.seen[place].num_outputs += 1;
         }
+    }
+
+    /// Says whether no penalty is in use.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.repetition == 1.0 && self.frequency == 0.0 && self.presence == 0.0
     }
 
     /// Applies the three penalties to the logits.

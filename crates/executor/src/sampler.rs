@@ -7,7 +7,7 @@ use microserving_protocol::{SamplingParams, TokenId, TokenLogprob};
 
 use crate::numeric::ln_sum_exp;
 use crate::penalties::Penalties;
-use crate::select::{Cut, MASKED, Scratch, adjust, apply_mask, find_best};
+use crate::select::{Cut, MASKED, Scratch, adjust, apply_mask, draw_kept, find_best};
 use crate::{ConstraintError, Sampled, TokenConstraint, philox};
 
 /// Why no token could be drawn for a sequence. It ends that sequence and no other.
@@ -36,6 +36,24 @@ pub enum SampleError {
         /// The value and the bound.
         reason: String,
     },
+}
+
+/// What a sampler must know of a row of logits.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum LogitNeed {
+    /// The lowest token of those with the largest logit.
+    Best,
+    /// The tokens that `top_k` and then `top_p` keep at a temperature, with their weights.
+    Kept {
+        /// Above 0.
+        temperature: f32,
+        /// 0 for no bound.
+        top_k: u32,
+        /// 1 for no bound.
+        top_p: f32,
+    },
+    /// All of it.
+    All,
 }
 
 thread_local! {
@@ -108,6 +126,49 @@ impl Sampler {
         self.penalties.record(token);
         self.num_outputs += 1;
         Ok(())
+    }
+
+    /// Returns what the sampler must know of logits of `vocab_size` tokens to draw from them, so that a device need not hand
+    /// out all of them. What is shaped, masked, told as log-probabilities, or wrong is drawn by [`Self::sample`].
+    #[must_use]
+    pub fn need(&self, vocab_size: u32) -> LogitNeed {
+        let params = &self.params;
+        let is_shaped = !params.logit_bias.is_empty()
+            || !self.penalties.is_empty()
+            || self.num_outputs < self.min_tokens
+            || self.constraint.is_some();
+        if is_shaped || params.logprobs.is_some() || self.invalid.is_some() {
+            return LogitNeed::All;
+        }
+        if params.temperature <= 0.0 {
+            return LogitNeed::Best;
+        }
+        let is_cut = params.top_p < 1.0 || (params.top_k > 0 && params.top_k < vocab_size);
+        let (temperature, top_k, top_p) = (params.temperature, params.top_k, params.top_p);
+        if is_cut { LogitNeed::Kept { temperature, top_k, top_p } } else { LogitNeed::All }
+    }
+
+    /// Takes the best token as the next one, as [`Self::sample`] would with logits whose best it is: for
+    /// [`LogitNeed::Best`].
+    ///
+    /// # Errors
+    /// As [`Self::replay`].
+    pub fn take_best(&mut self, token: TokenId) -> Result<Sampled, SampleError> {
+        self.replay(token)?;
+        Ok(Sampled { token, logprob: None, grammar_complete: false })
+    }
+
+    /// Draws the next token among those that `top_k` and `top_p` keep, as [`Self::sample`] would: for [`LogitNeed::Kept`].
+    /// `kept` has tokens with their weights, `round(2^44 * e^((logit - best) / temperature))`, in any order; it is
+    /// scratch, left changed.
+    ///
+    /// # Errors
+    /// [`SampleError::NoToken`] if nothing is kept; else as [`Self::replay`].
+    pub fn draw_kept(&mut self, kept: &mut Vec<(TokenId, u64)>) -> Result<Sampled, SampleError> {
+        let random = philox::draw(self.params.seed, self.choice, self.num_outputs);
+        let token = draw_kept(kept, self.params.min_p, random).ok_or(SampleError::NoToken)?;
+        self.replay(token)?;
+        Ok(Sampled { token, logprob: None, grammar_complete: false })
     }
 
     /// Draws the next token from `logits` (length: the vocabulary; scratch, left changed) and records it.

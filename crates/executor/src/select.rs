@@ -148,7 +148,7 @@ impl Scratch {
             let total = self.candidates.iter().map(|candidate| candidate.weight).sum();
             keep_nucleus(&mut self.candidates, share(cut.top_p, total));
         }
-        let least = (f64::from(cut.min_p) * WEIGHT_OF_BEST).ceil() as u64;
+        let least = least_weight(cut.min_p);
         self.candidates.retain(|candidate| candidate.weight >= least);
         self.candidates.sort_unstable_by_key(|candidate| candidate.token);
         pick(self.candidates.iter().map(|candidate| (candidate.weight, candidate.token)), random)
@@ -208,6 +208,21 @@ impl Scale {
             *weight = self.weight(logit);
         }
     }
+}
+
+/// Draws among tokens that were found elsewhere, with [`Scratch::draw`]'s last steps: `min_p`, then the token in whose share, in
+/// order of tokens, the random number falls. `None` if there is no weight to draw by.
+pub(crate) fn draw_kept(kept: &mut Vec<(TokenId, u64)>, min_p: f32, random: u64) -> Option<TokenId> {
+    let least = least_weight(min_p);
+    kept.retain(|&(_, weight)| weight >= least && weight > 0);
+    kept.sort_unstable_by_key(|&(token, _)| token);
+    let shares = kept.iter().map(|&(token, weight)| (weight, token.0));
+    (!kept.is_empty()).then(|| TokenId(pick(shares, random)))
+}
+
+/// Returns the least weight that `min_p` keeps.
+fn least_weight(min_p: f32) -> u64 {
+    (f64::from(min_p) * WEIGHT_OF_BEST).ceil() as u64
 }
 
 /// Returns `ceil(p * total)`, at least 1 and at most `total`.

@@ -12,6 +12,8 @@ use microserving_protocol::TokenId;
 
 use crate::{Engine, EngineError};
 
+pub(crate) use remote_send::pages_of;
+
 impl Engine {
     /// Returns the length of a prompt that this engine can hold at all.
     fn check_prompt(&self, prompt: &[TokenId]) -> Result<u32, EngineError> {

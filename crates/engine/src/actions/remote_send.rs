@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use microserving_protocol::{
-    AddrError, Generation, Incarnation, KvAddrInfo, KvRange, LayerId, prompt_digest,
+    AddrError, Generation, Incarnation, KvAddrInfo, KvRange, LayerId, PageId, prompt_digest,
 };
 use microserving_transport::{Claim, PeerAddress, Refusal, TransportError};
 
@@ -176,6 +176,11 @@ impl Engine {
         let Work::Send(delivery) = &sequence.work else { return };
         let end = sequence.computed.min(delivery.range.end());
         if let Some(range) = KvRange::new(delivery.range.begin(), end).filter(|range| !range.is_empty()) {
+            let pages = pages_of(sequence.pages.list(), self.geometry.layout.page_size, range);
+            if let Err(error) = self.executor.export(pages) {
+                self.fail_send(slot, &EngineError::Executor { reason: error.to_string() });
+                return;
+            }
             for layer in (0..self.geometry.layout.num_layers).map(LayerId) {
                 let put = put_layer(
                     self.transport.as_mut(),
@@ -213,6 +218,12 @@ impl Engine {
         sequence.happen(Event::Put);
         self.transport.finish(channel);
     }
+}
+
+/// Returns those of a sequence's pages that a range lies in.
+pub(crate) fn pages_of(pages: &[PageId], page_size: u32, range: KvRange) -> &[PageId] {
+    let (first, end) = (range.begin() / page_size, range.end().div_ceil(page_size));
+    pages.get(first as usize..end as usize).unwrap_or(pages)
 }
 
 /// Returns the key of the job: the address says which request it belongs to.

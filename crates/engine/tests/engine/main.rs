@@ -1,5 +1,6 @@
 //! The engine's tests: toy executors and a loopback hub, in virtual time and on threads.
 
+mod apart;
 mod bounds;
 mod cancelling;
 mod failures;

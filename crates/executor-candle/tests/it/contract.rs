@@ -27,7 +27,13 @@ fn malformed_items_are_named() {
     let mut check = |items: &[(&[TokenId], u32, &[PageId])], which: usize, what: &str| {
         let items = items
             .iter()
-            .map(|&(tokens, position, pages)| BatchItem { tokens, position, pages, sampler: None })
+            .map(|&(tokens, position, pages)| BatchItem {
+                tokens,
+                position,
+                pages,
+                sampler: None,
+                is_sent: false,
+            })
             .collect();
         let mut layers = 0;
         match driver.executor.forward(&mut Batch { items }, &mut |_| layers += 1) {
@@ -50,7 +56,7 @@ fn malformed_items_are_named() {
     assert!(before == driver.kv_bytes(&all, 128), "a refused batch writes nothing");
     // Pages past what is needed may be anything; shared pages below the position are fine.
     let more = pages([0, 99]);
-    let items = vec![BatchItem { tokens: &good, position: 0, pages: &more, sampler: None }];
+    let items = vec![BatchItem { tokens: &good, position: 0, pages: &more, sampler: None, is_sent: false }];
     driver.executor.forward(&mut Batch { items }, &mut |_| ()).unwrap();
 }
 
@@ -73,9 +79,9 @@ fn a_failed_sampler_ends_its_own_sequence_only() {
     let mut good = Sampler::new(SamplingParams::greedy(), 0, &prompt);
     let (one, two, three) = (pages(1..2), pages(2..3), pages(3..4));
     let items = vec![
-        BatchItem { tokens: &prompt, position: 0, pages: &one, sampler: Some(&mut bad) },
-        BatchItem { tokens: &prompt, position: 0, pages: &two, sampler: None },
-        BatchItem { tokens: &prompt, position: 0, pages: &three, sampler: Some(&mut good) },
+        BatchItem { tokens: &prompt, position: 0, pages: &one, sampler: Some(&mut bad), is_sent: false },
+        BatchItem { tokens: &prompt, position: 0, pages: &two, sampler: None, is_sent: false },
+        BatchItem { tokens: &prompt, position: 0, pages: &three, sampler: Some(&mut good), is_sent: false },
     ];
     let output = driver.executor.forward(&mut Batch { items }, &mut |_| ()).unwrap();
     assert!(matches!(output.sampled[0], Some(Err(_))));
@@ -102,6 +108,7 @@ fn many_samplers_get_their_own_logits() {
             position: 0,
             pages: &own[i],
             sampler: (i % 3 != 1).then_some(sampler),
+            is_sent: false,
         })
         .collect();
     let output = driver.executor.forward(&mut Batch { items }, &mut |_| ()).unwrap();
@@ -115,8 +122,9 @@ fn memory_must_fit() {
     let (_directory, config) = model();
     let mut executor = CandleExecutor::load(&config, &mut |_| ()).unwrap();
     let (prompt, first) = (tokens(&[1]), pages(0..1));
-    let mut batch =
-        Batch { items: vec![BatchItem { tokens: &prompt, position: 0, pages: &first, sampler: None }] };
+    let mut batch = Batch {
+        items: vec![BatchItem { tokens: &prompt, position: 0, pages: &first, sampler: None, is_sent: false }],
+    };
     assert!(matches!(executor.forward(&mut batch, &mut |_| ()), Err(ExecutorError::Memory { .. })));
 
     let geometry = KvGeometry { layout: executor.info().layout.clone(), num_pages: 4 };

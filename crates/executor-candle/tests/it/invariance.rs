@@ -78,7 +78,13 @@ fn run(driver: &mut Driver, mut runs: Vec<Run<'_>>) -> Vec<Trace> {
             run.position += tokens.len();
             let sampler = (run.position >= prompt).then_some(&mut run.sampler);
             who.push(index);
-            items.push(BatchItem { tokens, position: begin as u32, pages: &run.pages, sampler });
+            items.push(BatchItem {
+                tokens,
+                position: begin as u32,
+                pages: &run.pages,
+                sampler,
+                is_sent: false,
+            });
         }
         let mut layers = Vec::new();
         let output =

@@ -59,7 +59,7 @@ impl Driver {
         pages: &[PageId],
         sampler: Option<&mut Sampler>,
     ) -> Option<TokenId> {
-        let mut batch = Batch { items: vec![BatchItem { tokens, position, pages, sampler }] };
+        let mut batch = Batch { items: vec![BatchItem { tokens, position, pages, sampler, is_sent: false }] };
         let output = self.executor.forward(&mut batch, &mut |_| ()).unwrap();
         output.sampled.into_iter().next().unwrap().map(|sampled| sampled.unwrap().token)
     }
@@ -68,8 +68,9 @@ impl Driver {
     pub(crate) fn log_probs(&mut self, tokens: &[TokenId], position: u32, pages: &[PageId]) -> Vec<f32> {
         let vocab = self.executor.info().vocab_size;
         let mut sampler = full_sampler(vocab);
-        let mut batch =
-            Batch { items: vec![BatchItem { tokens, position, pages, sampler: Some(&mut sampler) }] };
+        let mut batch = Batch {
+            items: vec![BatchItem { tokens, position, pages, sampler: Some(&mut sampler), is_sent: false }],
+        };
         let output = self.executor.forward(&mut batch, &mut |_| ()).unwrap();
         log_probs_of(output.sampled.into_iter().next().unwrap().unwrap().unwrap(), vocab)
     }

@@ -368,3 +368,76 @@ proptest! {
         }
     }
 }
+
+/// What a device would hand out: the tokens that `top_k` and `top_p` keep, by a full sort.
+fn kept(logits: &[f32], temperature: f32, top_k: u32, top_p: f32) -> Vec<(TokenId, u64)> {
+    let best = logits.iter().copied().fold(f32::MIN, f32::max);
+    let weight = |logit: f32| {
+        let exponent = (f64::from(logit) - f64::from(best)) / f64::from(temperature);
+        (crate::numeric::exp_nonpositive(exponent) * (1_u64 << 44) as f64).round_ties_even() as u64
+    };
+    let mut ranked: Vec<(f32, u32)> = logits.iter().copied().zip(0..).collect();
+    ranked.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+    if top_k > 0 {
+        ranked.truncate(top_k as usize);
+    }
+    let mut all: Vec<_> = ranked.into_iter().map(|(logit, token)| (TokenId(token), weight(logit))).collect();
+    all.sort_by(|a, b| b.1.cmp(&a.1).then(a.0.cmp(&b.0)));
+    let total: u64 = all.iter().map(|entry| entry.1).sum();
+    let target = (f64::from(top_p) * total as f64).ceil() as u64;
+    let mut sum = 0;
+    all.retain(|entry| {
+        let is_kept = top_p >= 1.0 || sum < target;
+        sum += entry.1;
+        is_kept
+    });
+    all
+}
+
+#[test]
+fn what_a_device_finds_draws_the_same_tokens() {
+    for (temperature, top_k, top_p, min_p) in [
+        (0.0, 0, 1.0, 0.0),
+        (1.0, 20, 1.0, 0.0),
+        (0.7, 0, 0.9, 0.0),
+        (1.3, 33, 0.8, 0.05),
+        (0.2, 0, 0.5, 0.2),
+    ] {
+        let params =
+            SamplingParams { temperature, top_k, top_p, min_p, seed: 11, ..SamplingParams::default() };
+        let (mut whole, mut reduced) = (sampler(params.clone()), sampler(params));
+        for step in 0..100 {
+            let logits = logits_at(step, 300);
+            let expected = whole.sample(&mut logits.clone()).expect("fine");
+            let found = match reduced.need(300) {
+                LogitNeed::Best => {
+                    let best = logits.iter().copied().fold(f32::MIN, f32::max);
+                    let token = logits.iter().position(|&logit| logit == best).expect("there is one");
+                    reduced.take_best(TokenId(token as u32))
+                }
+                LogitNeed::Kept { temperature, top_k, top_p } => {
+                    reduced.draw_kept(&mut kept(&logits, temperature, top_k, top_p))
+                }
+                LogitNeed::All => panic!("these need no more than is kept"),
+            };
+            assert_eq!(found, Ok(expected), "temperature {temperature}, step {step}");
+        }
+        assert_eq!(whole.num_outputs(), reduced.num_outputs());
+    }
+    assert_eq!(sampler(SamplingParams::default()).draw_kept(&mut Vec::new()), Err(SampleError::NoToken));
+}
+
+#[test]
+fn whatever_changes_logits_needs_all_of_them() {
+    let greedy = SamplingParams::greedy;
+    let all = |sampler: Sampler| sampler.need(300) == LogitNeed::All;
+    assert!(!all(sampler(greedy())));
+    assert!(all(sampler(SamplingParams { logprobs: Some(0), ..greedy() })));
+    assert!(all(sampler(SamplingParams { logit_bias: vec![(TokenId(0), 1.0)], ..greedy() })));
+    assert!(all(sampler(SamplingParams { repetition_penalty: 1.5, ..greedy() })));
+    assert!(all(sampler(SamplingParams { presence_penalty: 0.5, ..greedy() })));
+    assert!(all(sampler(SamplingParams { top_p: 2.0, ..greedy() })), "what is invalid is reported");
+    assert!(all(sampler(greedy()).with_min_tokens(1, &tokens(&[2]))));
+    let uncut = SamplingParams { temperature: 1.0, top_p: 1.0, top_k: 300, ..greedy() };
+    assert!(all(sampler(uncut)), "every token may be drawn");
+}

@@ -93,7 +93,7 @@ fn item<'a>(
     pages: &'a [PageId],
     sampler: Option<&'a mut Sampler>,
 ) -> BatchItem<'a> {
-    BatchItem { tokens, position: position as u32, pages, sampler }
+    BatchItem { tokens, position: position as u32, pages, sampler, is_sent: false }
 }
 
 fn token_of(output: &StepOutput, place: usize) -> TokenId {

@@ -54,6 +54,7 @@ impl Oracle {
                 position: at as u32,
                 pages: &pages,
                 sampler: Some(&mut sampler),
+                is_sent: false,
             };
             let output = self.executor.forward(&mut Batch { items: vec![item] }, &mut |_| {});
             let sampled = output.expect("well formed").sampled[0].clone().expect("had a sampler");
