@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use microserving_harness::http;
 use microserving_harness::{Cluster, ClusterOptions, binary_dir};
-use microserving_tests::prompt;
+use microserving_tests::{path_or_skip, prompt};
 use serde_json::json;
 
 #[test]
@@ -89,7 +89,23 @@ fn a_device_that_is_not_there_is_one_clear_line() -> Result<()> {
         Command::new(binary_dir()?.join("engined")).args(["--model", "toy", "--device", "cuda"]).output()?;
     let error = String::from_utf8_lossy(&output.stderr).into_owned();
     ensure!(output.status.code() == Some(2), "status {:?}: {error}", output.status);
-    ensure!(error.trim().lines().count() == 1 && error.contains("cuda: not available"), "{error}");
+    ensure!(error.trim().lines().count() == 1 && error.contains("cuda: not available ("), "{error}");
+    Ok(())
+}
+
+/// On a machine with a GPU, and in a build that has it, this serves on the GPU instead, and says that.
+#[test]
+fn auto_serves_on_what_there_is_and_says_so() -> Result<()> {
+    let Some(fixtures) = path_or_skip("MICROSERVING_FIXTURES", "the small model") else { return Ok(()) };
+    let options = ClusterOptions::model(1, &fixtures.join("models/stories260K").display().to_string())
+        .engine_args(["--device", "auto"]);
+    let cluster = Cluster::start(&options)?;
+    let url = cluster.engines()[0].url().to_owned();
+    let body = json!({"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0});
+    let answer = http::post(&format!("{url}/v1/completions"), &[], &body)?;
+    ensure!(answer.status == 200, "{answer:?}");
+    let log = cluster.engines()[0].log_tail();
+    ensure!(log.contains("computing on the CPU") || log.contains("computing on a GPU"), "{log}");
     Ok(())
 }
 

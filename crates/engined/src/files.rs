@@ -4,21 +4,23 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use microserving_daemon::Health;
+use microserving_daemon::{Health, Refused};
 use microserving_executor::Executor;
 use microserving_executor_candle::{CandleConfig, CandleExecutor, LoadProgress, WeightDtype};
+use microserving_executor_cuda::{CudaConfig, CudaDtype, CudaExecutor};
 use microserving_protocol::KvDtype;
 use microserving_server::ModelText;
 use microserving_text::TextBundle;
 use tracing::info;
 
+use crate::device::Chosen;
 use crate::model::LoadedModel;
 use crate::options::{KvForm, Options, WeightForm};
 
 /// Loads text side and weights; `name` is for files that do not name their model. Blocks for as long as it takes to read
 /// the files.
 pub(crate) fn files(
-    options: &Options,
+    (options, device): (&Options, &Chosen),
     path: &Path,
     name: Option<&str>,
     health: &Health,
@@ -26,25 +28,50 @@ pub(crate) fn files(
     health.starting("loading the tokenizer");
     let context = || format!("cannot load {}", path.display());
     let mut bundle = TextBundle::load(path, "model").with_context(context)?;
-    let usual = CandleConfig::new(path);
-    let config = CandleConfig {
-        model: options.served_model_name.as_deref().or(name).map(str::to_owned),
-        dtype: options.dtype.map_or(usual.dtype, weight_dtype),
-        kv_dtype: options.kv_dtype.map_or(usual.kv_dtype, kv_dtype),
-        threads: threads(options),
-        pin_threads: options.pin_threads,
-        max_context: options.max_context,
-        page_size: options.page_size,
-        // The text side knows all tokens that end a turn; the weights' files often name but one.
-        eos_tokens: Some(bundle.eos_token_ids.clone()).filter(|tokens| !tokens.is_empty()),
-        ..usual
-    };
+    let model = options.served_model_name.as_deref().or(name).map(str::to_owned);
+    // The text side knows all tokens that end a turn; the weights' files often name but one.
+    let eos_tokens = Some(bundle.eos_token_ids.clone()).filter(|tokens| !tokens.is_empty());
     let mut told = Told::default();
-    let executor =
-        CandleExecutor::load(&config, &mut |progress| told.tell(progress, health)).with_context(context)?;
+    let mut tell = |progress| told.tell(progress, health);
+    let executor: Box<dyn Executor> = match device {
+        Chosen::Cpu => {
+            let usual = CandleConfig::new(path);
+            let config = CandleConfig {
+                model,
+                dtype: options.dtype.map_or(usual.dtype, weight_dtype),
+                kv_dtype: options.kv_dtype.map_or(usual.kv_dtype, kv_dtype),
+                threads: threads(options),
+                pin_threads: options.pin_threads,
+                max_context: options.max_context,
+                page_size: options.page_size,
+                eos_tokens,
+                ..usual
+            };
+            Box::new(CandleExecutor::load(&config, &mut tell).with_context(context)?)
+        }
+        Chosen::Cuda(gpu) => {
+            let config = CudaConfig {
+                model,
+                dtype: cuda_dtype(options.dtype),
+                max_context: options.max_context,
+                page_size: options.page_size,
+                eos_tokens,
+                max_batch_tokens: options.max_batch_tokens,
+                ..CudaConfig::new(path)
+            };
+            let executor = CudaExecutor::load(gpu, &config, &mut tell).with_context(context)?;
+            let kept = executor.info().layout.dtype;
+            if options.kv_dtype.is_some_and(|asked| kv_dtype(asked) != kept) {
+                return Err(
+                    Refused(format!("kv_dtype: a GPU keeps KV in the weights' type, here {kept}")).into()
+                );
+            }
+            Box::new(executor)
+        }
+    };
     bundle.model.clone_from(&executor.info().model);
     let text = ModelText::new(&bundle).with_context(context)?;
-    Ok(LoadedModel { executor: Box::new(executor), text })
+    Ok(LoadedModel { executor, text })
 }
 
 fn threads(options: &Options) -> NonZeroUsize {
@@ -61,6 +88,16 @@ fn weight_dtype(form: WeightForm) -> WeightDtype {
         WeightForm::F16 => WeightDtype::F16,
         WeightForm::Bf16 => WeightDtype::Bf16,
         WeightForm::Q8_0 => WeightDtype::Q8_0,
+    }
+}
+
+/// The form on a GPU; the quantised one was refused.
+fn cuda_dtype(form: Option<WeightForm>) -> CudaDtype {
+    match form {
+        None | Some(WeightForm::Auto | WeightForm::Q8_0) => CudaDtype::Auto,
+        Some(WeightForm::F32) => CudaDtype::F32,
+        Some(WeightForm::F16) => CudaDtype::F16,
+        Some(WeightForm::Bf16) => CudaDtype::Bf16,
     }
 }
 

@@ -6,6 +6,11 @@
 
 mod calibrate;
 #[cfg(feature = "candle")]
+mod device;
+#[cfg(not(feature = "candle"))]
+#[path = "no_device.rs"]
+mod device;
+#[cfg(feature = "candle")]
 mod files;
 mod hub;
 mod model;

@@ -8,6 +8,7 @@ use microserving_daemon::{Health, Refused};
 use microserving_executor::{Executor, ToyConfig, ToyExecutor};
 use microserving_server::ModelText;
 
+use crate::device::{self, Chosen};
 use crate::options::Options;
 
 /// What loading yields.
@@ -39,8 +40,8 @@ pub(crate) fn max_step(options: &Options) -> Option<Duration> {
     (milliseconds > 0).then(|| Duration::from_millis(milliseconds.into()))
 }
 
-/// Refuses options that do not go together, before anything is loaded.
-pub(crate) fn check(options: &Options) -> Result<()> {
+/// Refuses options that do not go together, before anything is loaded, and returns what is to compute.
+pub(crate) fn check(options: &Options) -> Result<Chosen> {
     let toy = source(&options.model) == Source::Toy;
     let wrong = [
         (toy && options.dtype.is_some(), "dtype: the toy model has no weights"),
@@ -58,21 +59,21 @@ pub(crate) fn check(options: &Options) -> Result<()> {
     ];
     match wrong.iter().find(|(holds, _)| *holds) {
         Some((_, reason)) => Err(Refused((*reason).to_owned()).into()),
-        None => Ok(()),
+        None => device::choose(options, toy),
     }
 }
 
-/// Loads the model, telling `health` how far it has come. Blocks.
-pub(crate) fn load(options: &Options, health: &Health) -> Result<LoadedModel> {
+/// Loads the model onto a device, telling `health` how far it has come. Blocks.
+pub(crate) fn load(options: &Options, device: &Chosen, health: &Health) -> Result<LoadedModel> {
     match source(&options.model) {
         Source::Toy => toy(options),
         Source::Hub(repository) => {
             health.starting(format!("downloading {repository}"));
             let folder = crate::hub::fetch(repository)
                 .with_context(|| format!("cannot get {repository} from the hub"))?;
-            files(options, &folder, Some(repository), health)
+            files((options, device), &folder, Some(repository), health)
         }
-        Source::Files(path) => files(options, Path::new(path), None, health),
+        Source::Files(path) => files((options, device), Path::new(path), None, health),
     }
 }
 
@@ -91,7 +92,7 @@ fn toy(options: &Options) -> Result<LoadedModel> {
 use crate::files::files;
 
 #[cfg(not(feature = "candle"))]
-fn files(_: &Options, path: &Path, _: Option<&str>, _: &Health) -> Result<LoadedModel> {
+fn files(_: (&Options, &Chosen), path: &Path, _: Option<&str>, _: &Health) -> Result<LoadedModel> {
     anyhow::bail!("{}: this build has only the toy model", path.display())
 }
 

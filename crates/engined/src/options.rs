@@ -19,15 +19,16 @@ pub(crate) struct Options {
     #[arg(long, env = "MICROSERVING_SERVED_MODEL_NAME", value_name = "NAME", help_heading = "Model")]
     pub(crate) served_model_name: Option<String>,
 
-    /// Form that weights are kept in; by default `auto`: the file's own, quantised types without kernels as `q8_0`. Not for the toy model.
+    /// Form that weights are kept in; by default `auto`: the file's own, quantised types without kernels as `q8_0`; on a GPU `f16` where
+    /// the file has no other, else `bf16`. Not for the toy model.
     #[arg(long, env = "MICROSERVING_DTYPE", value_name = "DTYPE", help_heading = "Model")]
     pub(crate) dtype: Option<WeightForm>,
 
-    /// Element type of the KV cache; by default `f16`. Not for the toy model.
+    /// Element type of the KV cache; by default `f16`, on a GPU that of the weights. Not for the toy model.
     #[arg(long, env = "MICROSERVING_KV_DTYPE", value_name = "DTYPE", help_heading = "Model")]
     pub(crate) kv_dtype: Option<KvForm>,
 
-    /// Device that computes; `auto` takes the best there is.
+    /// Device that computes; `auto` takes a GPU if there is one and this build has the feature `cuda`, else the processor.
     #[arg(
         long,
         env = "MICROSERVING_DEVICE",
@@ -234,11 +235,11 @@ pub(crate) enum KvForm {
 /// What computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Device {
-    /// The best there is.
+    /// A GPU if there is one, else the processor.
     Auto,
     /// The processor.
     Cpu,
-    /// A CUDA device.
+    /// The first GPU that CUDA's driver knows.
     Cuda,
 }
 

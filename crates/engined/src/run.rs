@@ -14,8 +14,9 @@ use microserving_transport_pgas::WorldWatch;
 use tokio::task::spawn_blocking;
 use tracing::{info, warn};
 
+use crate::device::Chosen;
 use crate::model::{self, LoadedModel};
-use crate::options::{Device, Options};
+use crate::options::Options;
 use crate::transport::Opened;
 use crate::{calibrate, profile, transport};
 
@@ -28,14 +29,14 @@ const WATCH: Duration = Duration::from_millis(250);
 
 /// Runs the daemon until it is told to stop.
 pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
-    check(&options)?;
+    let device = check(&options)?;
     if options.calibrate {
-        return run_calibration(options).await;
+        return run_calibration(options, device).await;
     }
     let health = Health::new();
     let server = HttpServer::bind(&options.listen, &options.daemon, health.clone(), shutdown.clone()).await?;
     let started = tokio::select! {
-        started = start(&options, &health) => started?,
+        started = start(&options, device, &health) => started?,
         // A load cannot be interrupted; the process ends without it.
         () = shutdown.begun() => return Ok(()),
     };
@@ -84,10 +85,11 @@ struct Started {
     world: Option<WorldWatch>,
 }
 
-async fn start(options: &Options, health: &Health) -> Result<Started> {
+async fn start(options: &Options, device: Chosen, health: &Health) -> Result<Started> {
     let (for_load, progress) = (options.clone(), health.clone());
-    let model =
-        spawn_blocking(move || model::load(&for_load, &progress)).await.context("loading panicked")??;
+    let model = spawn_blocking(move || model::load(&for_load, &device, &progress))
+        .await
+        .context("loading panicked")??;
     let LoadedModel { executor, text } = model;
     let info = executor.info().clone();
     let num_pages = num_pages(options, &info)?;
@@ -144,9 +146,9 @@ fn build(
 }
 
 /// Measures the engine instead of serving it.
-async fn run_calibration(options: Options) -> Result<()> {
+async fn run_calibration(options: Options, device: Chosen) -> Result<()> {
     let work = move || {
-        let LoadedModel { executor, .. } = model::load(&options, &Health::new())?;
+        let LoadedModel { executor, .. } = model::load(&options, &device, &Health::new())?;
         let info = executor.info().clone();
         let about = profile::about(&options, &info);
         let file = profile::file(&options, &info, &about)?;
@@ -165,11 +167,8 @@ async fn run_calibration(options: Options) -> Result<()> {
     spawn_blocking(work).await.context("the calibration panicked")?
 }
 
-/// Refuses what cannot be, before anything is bound or loaded.
-fn check(options: &Options) -> Result<()> {
-    if options.device == Device::Cuda {
-        return Err(Refused("cuda: not available (this build computes on the CPU only)".into()).into());
-    }
+/// Refuses what cannot be, before anything is bound or loaded; returns what is to compute.
+fn check(options: &Options) -> Result<Chosen> {
     if options.num_pages.is_some() && options.kv_bytes.is_some() {
         return Err(Refused("num_pages and kv_bytes exclude each other: give one".into()).into());
     }
