@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use crate::{configuration, kernels, layers, nvshmem, shell};
+use crate::{configuration, gpu, kernels, layers, nvshmem, shell};
 
 /// Runs the checks, cheapest first.
 pub(crate) fn run() -> Result<()> {
@@ -14,7 +14,8 @@ pub(crate) fn run() -> Result<()> {
             shell::cargo().args(["clippy", "--workspace"]).args(*features).args(["--", "-D", "warnings"]),
         )?;
     }
-    kernels::run_in_ci()?;
+    let nvcc = kernels::run_in_ci()?;
+    gpu::check_in_ci(nvcc.as_deref())?;
     nvshmem::run_if_fetched()?;
     shell::run(shell::cargo().args(["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings"))?;
     shell::run(shell::cargo().args(["test", "--workspace", "--doc"]))?;
@@ -22,9 +23,14 @@ pub(crate) fn run() -> Result<()> {
 }
 
 /// Feature sets other than the default one, which everything above uses: no candle; the model hub with the stub
-/// engine over gRPC; the kernels' tests on the CPU.
+/// engine over gRPC; the kernels' and the GPU executor's tests on the CPU.
 const FEATURES: &[&[&str]] = &[
     &["--no-default-features"],
     &["--examples", "--features", "microserving-engined/hub,microserving-examples/grpc"],
-    &["--tests", "--features", "microserving-kernels/emulated"],
+    &[
+        "--tests",
+        "--examples",
+        "--features",
+        "microserving-kernels/emulated,microserving-executor-cuda/emulated",
+    ],
 ];

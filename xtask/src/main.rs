@@ -8,6 +8,7 @@ mod bench;
 mod ci;
 mod configuration;
 mod demo;
+mod gpu;
 mod kernels;
 mod layers;
 mod model;
@@ -17,6 +18,8 @@ mod shell;
 mod table;
 mod tests;
 mod wheels;
+
+use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
@@ -45,6 +48,8 @@ enum Command {
     Nvshmem(nvshmem::Args),
     /// Compiles the kernels for GPUs, reports registers and spills, and runs every kernel on the CPU.
     Kernels(kernels::Args),
+    /// Checks and measures what runs on a GPU, as one JSON row; on a machine without one, says so and exits with status 2.
+    Gpu(gpu::Args),
     /// Checks the crates' dependencies against the drawing in ARCHITECTURE.md.
     Layers,
     /// Prints the sizes of files and functions, to talk about.
@@ -53,8 +58,22 @@ enum Command {
     Configuration(configuration::Args),
 }
 
-fn main() -> Result<()> {
-    match Args::parse().command {
+fn main() -> ExitCode {
+    match run(Args::parse().command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) if error.is::<gpu::NoGpu>() => {
+            eprintln!("xtask: {error}");
+            ExitCode::from(2)
+        }
+        Err(error) => {
+            eprintln!("Error: {error:?}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> Result<()> {
+    match command {
         Command::Demo(args) => demo::run(&args),
         Command::Test(args) => tests::run(&args),
         Command::Ci => ci::run(),
@@ -62,6 +81,7 @@ fn main() -> Result<()> {
         Command::Bench(args) => bench::run(&args),
         Command::Nvshmem(args) => nvshmem::run(&args),
         Command::Kernels(args) => kernels::run(&args),
+        Command::Gpu(args) => gpu::run(&args),
         Command::Layers => layers::run(),
         Command::Shape => shape::run(),
         Command::Configuration(args) => configuration::run(&args),

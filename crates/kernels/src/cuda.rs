@@ -84,6 +84,10 @@ impl Module {
     /// If the GPU is none that the images are for.
     pub fn on_stream(stream: Arc<CudaStream>) -> Result<Self, KernelError> {
         let fail = |error: DriverError| failure("any kernel", &error);
+        if IMAGES.is_empty() {
+            let reason = "this build has no images: it was made with NVCC=none".into();
+            return Err(KernelError::Device { kernel: "any kernel", reason });
+        }
         let context = stream.context();
         context.bind_to_thread().map_err(fail)?;
         let max_shared_bytes = context

@@ -2,7 +2,7 @@
 
 mod ptxas;
 mod samples;
-mod toolchain;
+pub(crate) mod toolchain;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -72,13 +72,15 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// As [`run`], but where nvcc cannot be installed that is said aloud, and the kernels are only run on the CPU.
-pub(crate) fn run_in_ci() -> Result<()> {
+/// As [`run`], but where nvcc cannot be installed that is said aloud, and the kernels are only run on the CPU. Returns nvcc, if it is
+/// there.
+pub(crate) fn run_in_ci() -> Result<Option<PathBuf>> {
     let found = toolchain::nvcc();
     if let Err(error) = &found {
         println!("there is no nvcc: {error:#}");
     }
-    run(&Args { no_nvcc: found.is_err(), keep: false })
+    run(&Args { no_nvcc: found.is_err(), keep: false })?;
+    Ok(found.ok())
 }
 
 fn cargo(command: &[&str], features: &str) -> Command {
