@@ -125,7 +125,12 @@ impl Ceilings {
     ) -> Option<f64> {
         let ceiling = self.each.iter().find(|ceiling| ceiling["threads"].as_u64() == Some(threads as u64))?;
         let giga = |key: &str| ceiling[key].as_f64().map(|value| value * 1e9);
-        let matrix = giga(if kind == Kind::Bf16 { "bf16_gop_per_second" } else { "int8_gop_per_second" })?;
+        let matrix = if kind == Kind::Bf16 {
+            // Widened where pairs are slower.
+            giga("bf16_gop_per_second")?.max(giga("f32_gop_per_second").unwrap_or(0.0))
+        } else {
+            giga("int8_gop_per_second")?
+        };
         let work = Work::of(test, shape);
         let reading = work.bytes / giga("read_gb_per_second")?;
         let computing =
