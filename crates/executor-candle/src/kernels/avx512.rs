@@ -276,6 +276,7 @@ unsafe fn bf16_block<const MR: usize, const NT: usize, const AHEAD: usize>(
     let high = _mm512_set1_epi32(0xffff_0000_u32 as i32);
     for x in 0..k / 2 {
         let mut right = [[_mm512_setzero_ps(); NT]; 2];
+        #[allow(clippy::needless_range_loop, reason = "two rows are written at once")]
         for n in 0..NT {
             // SAFETY: inside the right tiles; prefetching may point anywhere.
             let pairs = unsafe {

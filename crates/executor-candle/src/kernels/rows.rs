@@ -52,7 +52,7 @@ impl Kernels {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: `Kernels` proves that the machine has the instructions, which AVX-512 includes.
             KernelLevel::Avx2 | KernelLevel::Avx512 | KernelLevel::Avx512Bf16 => unsafe {
-                quantise_avx2(x, out)
+                quantise_avx2(x, out);
             },
             _ => {
                 for (block, out) in out.iter_mut().enumerate() {
