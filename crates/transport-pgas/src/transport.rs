@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use microserving_protocol::{Generation, KvMemory, PeId};
-use microserving_transport::one_sided::{MAX_RUNS, Put, Stopping};
+use microserving_transport::one_sided::{MAX_RUNS, Stopping};
 use microserving_transport::{
     Admission, ChannelId, Claim, Grant, KvTransport, PeerAddress, PutRun, Telemetry, TransportError,
     TransportEvent, check_source_runs,
@@ -220,17 +220,11 @@ impl KvTransport for PgasTransport {
     fn put(&mut self, channel: ChannelId, runs: &[PutRun]) -> Result<(), TransportError> {
         check_source_runs(self.name, runs, self.region.as_ref().map_or(0, |region| region.num_bytes()))?;
         let max = self.shared.config.max_queued_runs;
-        let put = self.shared.channels().put(channel, runs, max);
-        match put {
-            Put::Queued => {
-                self.shared.command([]);
-                Ok(())
-            }
-            Put::Dropped => Ok(()),
-            Put::Finished => Err(self.misuse(format!("channel {} was finished", channel.0))),
-            Put::Unknown => Err(self.misuse(format!("channel {} is not open", channel.0))),
-            Put::QueueFull => Err(self.misuse(format!("more than {max} runs wait on channel {}", channel.0))),
+        let queued = self.shared.channels().put(channel, runs, max);
+        if queued.map_err(|error| self.misuse(error.to_string()))? {
+            self.shared.command([]);
         }
+        Ok(())
     }
 
     fn finish(&mut self, channel: ChannelId) {
@@ -251,9 +245,7 @@ impl KvTransport for PgasTransport {
     fn telemetry(&self) -> Telemetry {
         let mut telemetry = Telemetry::default();
         self.shared.receiving().book.count_into(&mut telemetry);
-        let channels = self.shared.channels();
-        telemetry.bytes_sent = channels.bytes_sent();
-        telemetry.send_busy = channels.busy();
+        self.shared.channels().count_into(&mut telemetry);
         telemetry
     }
 }

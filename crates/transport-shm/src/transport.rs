@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use microserving_protocol::{Generation, KvMemory};
-use microserving_transport::one_sided::{MAX_RUNS, Put, Stopping, own_start_time};
+use microserving_transport::one_sided::{MAX_RUNS, Stopping, own_start_time};
 use microserving_transport::{
     Admission, ChannelId, Claim, Grant, KvTransport, PeerAddress, PutRun, Telemetry, TransportError,
     TransportEvent, check_source_runs,
@@ -147,17 +147,11 @@ impl KvTransport for ShmTransport {
     fn put(&mut self, channel: ChannelId, runs: &[PutRun]) -> Result<(), TransportError> {
         check_source_runs(NAME, runs, self.region_bytes())?;
         let max = self.shared.config.max_queued_runs;
-        let put = self.shared.channels().put(channel, runs, max);
-        match put {
-            Put::Queued => {
-                self.shared.work.notify_one();
-                Ok(())
-            }
-            Put::Dropped => Ok(()),
-            Put::Finished => Err(misuse(format!("channel {} was finished", channel.0))),
-            Put::Unknown => Err(misuse(format!("channel {} is not open", channel.0))),
-            Put::QueueFull => Err(misuse(format!("more than {max} runs wait on channel {}", channel.0))),
+        let queued = self.shared.channels().put(channel, runs, max);
+        if queued.map_err(|error| misuse(error.to_string()))? {
+            self.shared.work.notify_one();
         }
+        Ok(())
     }
 
     fn finish(&mut self, channel: ChannelId) {
@@ -178,9 +172,7 @@ impl KvTransport for ShmTransport {
     fn telemetry(&self) -> Telemetry {
         let mut telemetry = Telemetry::default();
         self.shared.receiving().book.count_into(&mut telemetry);
-        let channels = self.shared.channels();
-        telemetry.bytes_sent = channels.bytes_sent();
-        telemetry.send_busy = channels.busy();
+        self.shared.channels().count_into(&mut telemetry);
         telemetry
     }
 }

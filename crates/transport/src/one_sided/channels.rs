@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::Record;
-use crate::{ByteRun, ChannelId, PutRun, Refusal, TransportEvent, run_is_allowed};
+use crate::{ByteRun, ChannelId, PutRun, Refusal, Telemetry, TransportEvent, run_is_allowed};
 
 /// Where an accepted claim is written to; `M` is how the transport reaches the receiver's memory.
 #[derive(Clone, Debug)]
@@ -118,19 +118,23 @@ pub struct Copied {
     pub records: Vec<Record>,
 }
 
-/// How a `put` ended that is no error of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Put {
-    /// The runs are in the queue.
-    Queued,
-    /// The channel is closing or was closed; the news is on the way.
-    Dropped,
+/// Why runs cannot be queued.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PutError {
     /// `finish` was called before.
-    Finished,
+    #[error("channel {} was finished", .0.0)]
+    Finished(ChannelId),
     /// There is no such channel.
-    Unknown,
+    #[error("channel {} is not open", .0.0)]
+    Unknown(ChannelId),
     /// More runs wait than may.
-    QueueFull,
+    #[error("more than {max_queued_runs} runs wait on channel {}", .channel.0)]
+    QueueFull {
+        /// Where.
+        channel: ChannelId,
+        /// The bound.
+        max_queued_runs: usize,
+    },
 }
 
 /// All channels of one transport, and the sender's events.
@@ -168,23 +172,27 @@ impl<M: Clone> Channels<M> {
         id
     }
 
-    /// Queues runs, unless more than `max_queued_runs` would wait then.
-    pub fn put(&mut self, id: ChannelId, runs: &[PutRun], max_queued_runs: usize) -> Put {
+    /// Queues runs for the writer. Says whether it did: runs for a channel that is closing, or was closed with the news on the way, are
+    /// dropped.
+    ///
+    /// # Errors
+    /// [`PutError`] if there is no such channel, it was finished, or more than `max_queued_runs` would wait.
+    pub fn put(&mut self, id: ChannelId, runs: &[PutRun], max_queued_runs: usize) -> Result<bool, PutError> {
         let Some(channel) = self.open.get_mut(&id) else {
-            return if self.closed_unseen(id) { Put::Dropped } else { Put::Unknown };
+            return if self.closed_unseen(id) { Ok(false) } else { Err(PutError::Unknown(id)) };
         };
         if channel.finishing {
-            return Put::Finished;
+            return Err(PutError::Finished(id));
         }
         if channel.stopping.is_some() {
-            return Put::Dropped;
+            return Ok(false);
         }
         if channel.queue.len() + runs.len() > max_queued_runs {
-            return Put::QueueFull;
+            return Err(PutError::QueueFull { channel: id, max_queued_runs });
         }
         channel.queue.extend(runs.iter().filter(|run| run.num_bytes > 0));
         self.list(id);
-        Put::Queued
+        Ok(true)
     }
 
     /// Says that no more puts follow; answers a notice if nothing is left to write.
@@ -314,16 +322,10 @@ impl<M: Clone> Channels<M> {
         into.append(&mut self.events);
     }
 
-    /// Returns the bytes written over all channels.
-    #[must_use]
-    pub fn bytes_sent(&self) -> u64 {
-        self.bytes_sent
-    }
-
-    /// Returns the time spent writing over all channels.
-    #[must_use]
-    pub fn busy(&self) -> Duration {
-        self.busy
+    /// Writes the sender's counters into `telemetry`, leaving the receiver's as they are.
+    pub fn count_into(&self, telemetry: &mut Telemetry) {
+        telemetry.bytes_sent = self.bytes_sent;
+        telemetry.send_busy = self.busy;
     }
 
     fn closed_unseen(&self, id: ChannelId) -> bool {

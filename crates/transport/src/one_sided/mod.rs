@@ -10,7 +10,7 @@ mod frame;
 mod process;
 mod records;
 
-pub use channels::{Channels, Copied, Notice, Put, Slice, Stopping, Target};
+pub use channels::{Channels, Copied, Notice, PutError, Slice, Stopping, Target};
 pub use frame::{Frame, FrameError, MAX_MESSAGE, MAX_RECORDS, MAX_RUNS, VERSION};
 #[cfg(feature = "process")]
 pub use process::{Writer, own_start_time};

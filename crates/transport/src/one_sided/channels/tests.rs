@@ -18,7 +18,7 @@ fn long_runs_are_cut_and_channels_take_turns() {
     let mut channels = Channels::default();
     let (a, b) = (channels.open(), channels.open());
     for id in [a, b] {
-        assert_eq!(channels.put(id, &[run(100, 700), run(800, 300)], 10), Put::Queued);
+        assert_eq!(channels.put(id, &[run(100, 700), run(800, 300)], 10), Ok(true));
         assert_eq!(channels.accept(id, target(1000)), None);
     }
     let mut seen = Vec::new();
@@ -40,7 +40,7 @@ fn long_runs_are_cut_and_channels_take_turns() {
 fn nothing_is_said_while_a_copy_is_under_way() {
     let mut channels = Channels::default();
     let id = channels.open();
-    channels.put(id, &[run(100, 700)], 10);
+    assert_eq!(channels.put(id, &[run(100, 700)], 10), Ok(true));
     channels.accept(id, target(1000));
     let (slice, _) = channels.next_slice(100);
     assert!(slice.is_some());
@@ -52,14 +52,14 @@ fn nothing_is_said_while_a_copy_is_under_way() {
     assert!(channels.delivered(id).is_none());
     channels.close(id, None);
     let mut events = Vec::new();
-    assert_eq!(channels.put(id, &[run(100, 1)], 10), Put::Dropped, "the news is on the way");
+    assert_eq!(channels.put(id, &[run(100, 1)], 10), Ok(false), "the news is on the way");
     channels.drain_events(&mut events);
     let refusal = Some(Refusal::Revoked);
     assert_eq!(
         events,
         [TransportEvent::Opened { channel: id }, TransportEvent::Closed { channel: id, refusal }]
     );
-    assert_eq!(channels.put(id, &[run(100, 1)], 10), Put::Unknown);
+    assert_eq!(channels.put(id, &[run(100, 1)], 10), Err(PutError::Unknown(id)));
 }
 
 #[test]
@@ -67,7 +67,7 @@ fn runs_outside_the_grant_are_never_given_to_the_writer() {
     for bad in [run(99, 2), run(1099, 2), run(100, 1001), run(2000, 1)] {
         let mut channels = Channels::default();
         let id = channels.open();
-        channels.put(id, &[bad], 10);
+        assert_eq!(channels.put(id, &[bad], 10), Ok(true));
         channels.accept(id, target(5000));
         let (slice, notice) = channels.next_slice(1 << 20);
         assert!(slice.is_none());
@@ -75,7 +75,7 @@ fn runs_outside_the_grant_are_never_given_to_the_writer() {
     }
     let mut channels = Channels::default();
     let id = channels.open();
-    channels.put(id, &[run(100, 10), run(200, 11)], 10);
+    assert_eq!(channels.put(id, &[run(100, 10), run(200, 11)], 10), Ok(true));
     channels.accept(id, target(20));
     assert_eq!(channels.next_slice(5).0.map(|slice| slice.runs), Some(vec![run(100, 5)]));
 }
@@ -84,7 +84,10 @@ fn runs_outside_the_grant_are_never_given_to_the_writer() {
 fn the_queue_is_bounded() {
     let mut channels = Channels::<()>::default();
     let id = channels.open();
-    assert_eq!(channels.put(id, &[run(0, 1); 3], 4), Put::Queued);
-    assert_eq!(channels.put(id, &[run(0, 1); 2], 4), Put::QueueFull);
-    assert_eq!(channels.put(id, &[run(0, 1)], 4), Put::Queued);
+    assert_eq!(channels.put(id, &[run(0, 1); 3], 4), Ok(true));
+    assert_eq!(
+        channels.put(id, &[run(0, 1); 2], 4),
+        Err(PutError::QueueFull { channel: id, max_queued_runs: 4 })
+    );
+    assert_eq!(channels.put(id, &[run(0, 1)], 4), Ok(true));
 }
