@@ -4,16 +4,18 @@
 //! cargo run --release -p microserving-transport-shm --example bandwidth
 //! ```
 //!
-//! Two processes: this one receives, and starts itself again as the sender. Prints objects of JSON, one a line, with checksums off and on.
+//! Two processes: this one receives, and starts itself again as the sender. After that, the same over `loopback`, between two threads. Prints
+//! objects of JSON, one a line, with checksums off and on.
 
 #![allow(clippy::print_stdout, reason = "this is a program, and what it prints is its result")]
 
 use std::io::Write;
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use microserving_protocol::KvMemory;
 use microserving_transport::measure::{Failure, ROUND_BYTES, receive, send};
-use microserving_transport::{KvTransport, PeerAddress};
+use microserving_transport::{KvTransport, LoopbackHub, PeerAddress};
 use microserving_transport_shm::{NAME, ShmConfig, ShmTransport};
 
 const SENDER: &str = "MICROSERVING_BANDWIDTH_SENDER";
@@ -36,6 +38,33 @@ fn main() -> Result<(), Failure> {
         if !status.success() {
             return Err(format!("the sender failed: {status}").into());
         }
+    }
+    for (mode, checksum) in [("plain", false), ("checksum", true)] {
+        loopback(mode, checksum)?;
+    }
+    Ok(())
+}
+
+fn loopback(mode: &str, checksum: bool) -> Result<(), Failure> {
+    let hub = if checksum { LoopbackHub::with_checksums() } else { LoopbackHub::new() };
+    let (mut sender, mut receiver) = (hub.transport("sender"), hub.transport("receiver"));
+    let (peer, gave_up) = (receiver.peer_address(), AtomicBool::new(false));
+    let (gave_up, receiver) = (&gave_up, &mut receiver);
+    let figures = std::thread::scope(|scope| {
+        let lives = move || match gave_up.load(Ordering::Relaxed) {
+            true => Err("the sender ended early".into()),
+            false => Ok(()),
+        };
+        let receiving = scope.spawn(move || receive(receiver, lives).map_err(|error| error.to_string()));
+        let figures = send(&mut sender, &peer, memcpy);
+        gave_up.store(figures.is_err(), Ordering::Relaxed);
+        let received = receiving.join();
+        let figures = figures?;
+        received.map_err(|_| "the receiver panicked")??;
+        Ok::<_, Failure>(figures)
+    })?;
+    for figures in figures {
+        println!("{}", figures.to_json("loopback", mode));
     }
     Ok(())
 }

@@ -62,7 +62,7 @@ fn bandwidth(launcher: bool, rows: &mut Rows) -> Result<()> {
         rows.push("transports", result)?;
     }
     ensure!(!lines.is_empty(), "the measurements printed no figures:\n{printed}");
-    println!("\ntransports: rounds of 64 MiB between two processes");
+    println!("\ntransports: rounds of 64 MiB between two processes, or two threads (loopback)");
     table::print(
         &["transport", "mode", "KiB a put", "put GB/s", "writing GB/s", "memcpy GB/s", "put/memcpy"],
         &lines,
