@@ -148,7 +148,7 @@ async fn serve(
 /// Answers one of those calls.
 async fn answer(stub: Arc<Stub>, request: Request<Body>) -> Response {
     let (head, body) = request.into_parts();
-    let marked = head.headers.get(RELAY_HEADER).is_some_and(|value| value == "1");
+    let marked = head.headers.contains_key(RELAY_HEADER);
     let Ok(body) = axum::body::to_bytes(body, MAX_BODY_BYTES).await else {
         return Refused(ApiError::too_large(MAX_BODY_BYTES)).into_response();
     };
@@ -332,6 +332,7 @@ fn view(stub: &Stub) -> StateView {
         draining: false,
         counters: Default::default(),
         grpc: cfg!(feature = "grpc"),
+        marks: true,
     }
 }
 

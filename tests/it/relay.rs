@@ -98,11 +98,15 @@ fn both_ways_answer_byte_for_byte() -> Result<()> {
         Ok(line.and_then(|line| line.rsplit(' ').next()?.parse().ok()).unwrap_or(0))
     };
     let mut num_relayed = 0;
-    for (number, (path, body)) in BODIES.iter().enumerate() {
+    // What is disaggregated or moved is passed on from its first token on.
+    let patterns = ["data_parallel", "prefill_decode", "migrate:2"];
+    let all = patterns.iter().flat_map(|pattern| BODIES.iter().map(move |body| (*pattern, body)));
+    for (number, (pattern, (path, body))) in all.enumerate() {
         // Neither may find what the other has left in a cache.
         let ask = |base: &str| {
             let body = body.replacen('{', &format!(r#"{{"cache_salt":"{base} {number}","#), 1);
-            http::post_bytes(&format!("{base}{path}"), &[], body.as_bytes())
+            let headers = [("x-microserving-pattern", pattern)];
+            http::post_bytes(&format!("{base}{path}"), &headers, body.as_bytes())
         };
         let before = relayed()?;
         let short = ask(router)?;
@@ -112,7 +116,7 @@ fn both_ways_answer_byte_for_byte() -> Result<()> {
         ensure!(short.header("content-type") == long.header("content-type"), "{body}");
         ensure!(short.status == long.status, "{path} {body}: {} is not {}", short.status, long.status);
         let (short, long) = (without_names(&short.body)?, without_names(&long.body)?);
-        ensure!(short == long, "{path} {body}\nshort: {short}\nlong:  {long}");
+        ensure!(short == long, "{pattern} {path} {body}\nshort: {short}\nlong:  {long}");
     }
     ensure!(num_relayed == 16, "{num_relayed} answers took the short way");
     Ok(())

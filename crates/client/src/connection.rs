@@ -4,14 +4,13 @@
 //! writes the socket itself. docs/adr/017 says what that saves.
 
 use std::io::{self, IoSlice};
-use std::pin::{Pin, pin};
+use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use bytes::{Buf, Bytes, BytesMut};
-use http::StatusCode;
-use http::header::{self, HeaderMap, HeaderName, HeaderValue};
-use hyper::body::{Body as HttpBody, Frame};
+use microserving_protocol::RELAY_HEADER;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
@@ -34,11 +33,16 @@ pub(crate) struct Connection {
     buffer: BytesMut,
 }
 
-/// An answer's head.
+/// What matters of an answer's head. A map of all headers would be made three times for a request that is disaggregated, and looked
+/// into for a few of them.
 #[derive(Debug, Default)]
 pub(crate) struct Head {
     pub(crate) status: u16,
-    pub(crate) headers: HeaderMap,
+    /// The body is a stream of events.
+    pub(crate) is_event_stream: bool,
+    pub(crate) retry_after: Option<Duration>,
+    /// What the engine says of marks.
+    pub(crate) relay: Option<String>,
     framing: Framing,
     keep_alive: bool,
 }
@@ -145,56 +149,47 @@ impl Head {
         };
         let mut head = Self {
             status: answer.code.unwrap_or(0),
-            headers: HeaderMap::with_capacity(answer.headers.len()),
             keep_alive: answer.version == Some(1),
             ..Self::default()
         };
-        for header in answer.headers.iter() {
-            let name = HeaderName::from_bytes(header.name.as_bytes());
-            let value = HeaderValue::from_bytes(header.value);
-            let (Ok(name), Ok(value)) = (name, value) else {
-                return Err(invalid(format!("not a header: {:?}", header.name)));
-            };
-            head.headers.append(name, value);
-        }
-        head.read_framing()?;
+        head.read(answer.headers)?;
         buffer.advance(len);
         Ok(Some(head))
     }
 
-    pub(crate) fn status(&self) -> Result<StatusCode, http::status::InvalidStatusCode> {
-        StatusCode::from_u16(self.status)
+    /// Says whether the engine did what it was asked for.
+    pub(crate) fn is_success(&self) -> bool {
+        (200..300).contains(&self.status)
     }
 
-    /// Says whether the body is a stream of events.
-    pub(crate) fn is_event_stream(&self) -> bool {
-        let value = self.headers.get(header::CONTENT_TYPE);
-        value.is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"))
-    }
-
-    /// Finds out how the body's end will be known (RFC 9112, section 6.3).
-    fn read_framing(&mut self) -> io::Result<()> {
-        let lists = |name: HeaderName, word: &str| {
-            let values = self.headers.get_all(name);
-            let mut words =
-                values.iter().filter_map(|value| value.to_str().ok()).flat_map(|text| text.split(','));
-            words.any(|part| part.trim().eq_ignore_ascii_case(word))
-        };
-        let closes = lists(header::CONNECTION, "close");
-        let chunked = lists(header::TRANSFER_ENCODING, "chunked");
-        if !chunked && let Some(value) = self.headers.get(header::TRANSFER_ENCODING) {
-            return Err(invalid(format!("transfer-encoding is {value:?}")));
-        }
-        let mut length = None;
-        for value in self.headers.get_all(header::CONTENT_LENGTH) {
-            let number = value.to_str().ok().and_then(|text| text.trim().parse::<u64>().ok());
-            let number = number.ok_or_else(|| invalid(format!("content-length is {value:?}")))?;
-            if length.is_some_and(|other| other != number) {
-                return Err(invalid("the answer has two lengths".into()));
+    fn read(&mut self, headers: &[httparse::Header<'_>]) -> io::Result<()> {
+        let (mut length, mut encoding, mut chunked) = (None, None, false);
+        for httparse::Header { name, value } in headers {
+            let is = |other: &str| name.eq_ignore_ascii_case(other);
+            if is("content-length") {
+                let number =
+                    number(value).ok_or_else(|| invalid(format!("content-length is {}", shown(value))))?;
+                if length.is_some_and(|other| other != number) {
+                    return Err(invalid("the answer has two lengths".into()));
+                }
+                length = Some(number);
+            } else if is("content-type") {
+                self.is_event_stream = value.starts_with(b"text/event-stream");
+            } else if is("transfer-encoding") {
+                chunked |= lists(value, "chunked");
+                encoding = Some(*value);
+            } else if is("connection") {
+                self.keep_alive &= !lists(value, "close");
+            } else if is("retry-after") {
+                self.retry_after = number(value).map(Duration::from_secs);
+            } else if is(RELAY_HEADER) {
+                self.relay = Some(String::from_utf8_lossy(value).into_owned());
             }
-            length = Some(number);
         }
-        self.keep_alive &= !closes;
+        if let (Some(encoding), false) = (encoding, chunked) {
+            return Err(invalid(format!("transfer-encoding is {}", shown(encoding))));
+        }
+        // RFC 9112, section 6.3.
         self.framing = match (self.status, chunked, length) {
             (100..200 | 204 | 304, _, _) => Framing::Length(0),
             (_, true, _) => Framing::Chunks(Chunk::Size),
@@ -203,6 +198,19 @@ impl Head {
         };
         Ok(())
     }
+}
+
+/// Says whether a list of words has one of them, however it is spelt.
+fn lists(value: &[u8], word: &str) -> bool {
+    value.split(|&byte| byte == b',').any(|part| part.trim_ascii().eq_ignore_ascii_case(word.as_bytes()))
+}
+
+fn number(value: &[u8]) -> Option<u64> {
+    std::str::from_utf8(value).ok()?.trim().parse().ok()
+}
+
+fn shown(value: &[u8]) -> String {
+    format!("{:?}", String::from_utf8_lossy(value))
 }
 
 /// How an answer's end is known.
@@ -374,19 +382,6 @@ impl Body {
             }
             self.pool.put(connection);
         }
-    }
-}
-
-impl HttpBody for Body {
-    type Data = Bytes;
-    type Error = io::Error;
-
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<io::Result<Frame<Bytes>>>> {
-        Poll::Ready(ready!(self.poll_next(cx)).transpose().map(|read| read.map(Frame::data)))
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.is_ended()
     }
 }
 

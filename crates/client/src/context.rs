@@ -1,16 +1,17 @@
 //! What the calls of one request share.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// Identity, trace and deadline of a request, handed to each of its calls.
+/// Identity, trace and deadline of a request, handed to each of its calls. Cheap to clone.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CallContext {
     /// Sent as `x-request-id`.
-    pub request_id: Option<String>,
+    pub request_id: Option<Arc<str>>,
     /// Sent as W3C `traceparent`.
-    pub traceparent: Option<String>,
+    pub traceparent: Option<Arc<str>>,
     /// When the caller gives up.
     pub deadline: Option<Instant>,
     /// Asks for the phase statistics of the request (`x-microserving-stats: 1`).

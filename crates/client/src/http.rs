@@ -1,33 +1,63 @@
 //! The calls over HTTP/1.1 and JSON.
 
-use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
+use std::{fmt, io};
 
 use async_trait::async_trait;
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use futures::stream::{self, BoxStream};
-use http::{HeaderMap, HeaderValue, Method, Request, Response, header};
-use http_body_util::{BodyExt, Limited};
 use microserving_protocol::{
     AbortRequest, AbortResponse, ApiError, CommitRequest, CommitResponse, CompletionRequest,
     CompletionResponse, ModelList, PauseRequest, PauseResponse, PrepRecvRequest, PrepRecvResponse,
-    RemoteSendRequest, RemoteSendResponse, StartGenerateRequest, StateView,
+    RELAY_HEADER, RemoteSendRequest, RemoteSendResponse, StartGenerateRequest, StateView,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::address::checked_url;
 use crate::body::{self, Prompted};
-use crate::connection::Body;
+use crate::connection::{Body, Head};
 use crate::foreign::Answer;
-use crate::pool::Pool;
+use crate::pool::{Pool, put_header};
 use crate::relay::{Door, Relayed};
 use crate::stream::EventStream;
 use crate::{BadUrl, CallContext, ChunkStream, ClientError, EngineCalls, KvEventStream};
 
 /// Answers larger than this are refused; the largest is a tokenizer of some tens of megabytes.
 const MAX_BODY_BYTES: usize = 256 << 20;
+
+/// A request to an engine.
+#[derive(Clone, Copy)]
+pub(crate) enum Call<'a> {
+    Get {
+        path: &'a str,
+    },
+    Post {
+        path: &'a str,
+        /// JSON, in parts that follow each other.
+        body: &'a [Bytes],
+        /// How the answer is to be marked, if it is to be.
+        marks: Option<&'a str>,
+    },
+}
+
+impl<'a> Call<'a> {
+    const fn post(path: &'a str, body: &'a [Bytes]) -> Self {
+        Self::Post { path, body, marks: None }
+    }
+
+    const fn path(&self) -> &'a str {
+        match self {
+            Self::Get { path } | Self::Post { path, .. } => path,
+        }
+    }
+}
+
+/// An answer whose head says success.
+pub(crate) struct Answered {
+    pub(crate) head: Head,
+    pub(crate) body: Body,
+}
 
 /// An engine reached over HTTP. Cheap to clone; clones share their connections.
 #[derive(Clone)]
@@ -54,72 +84,79 @@ impl HttpEngineClient {
         Ok(Self { base, pool: Arc::new(pool) })
     }
 
-    fn request(
-        &self,
-        cx: &CallContext,
-        method: Method,
-        path: &str,
-        body: Option<Vec<Bytes>>,
-    ) -> Result<Request<Vec<Bytes>>, ClientError> {
-        let mut builder = Request::builder().method(method).uri(format!("{}{path}", self.base));
-        if body.is_some() {
-            builder = builder.header(header::CONTENT_TYPE, "application/json");
+    /// Writes the head of a request.
+    fn head(&self, cx: &CallContext, call: &Call<'_>) -> Vec<u8> {
+        let mut head = match call {
+            Call::Get { path } => self.pool.head("GET", path),
+            Call::Post { path, .. } => self.pool.head("POST", path),
+        };
+        if let Call::Post { body, marks, .. } = call {
+            let len: usize = body.iter().map(Bytes::len).sum();
+            put_header(&mut head, "content-type", b"application/json");
+            put_header(&mut head, "content-length", len.to_string().as_bytes());
+            if let Some(marks) = marks {
+                put_header(&mut head, RELAY_HEADER, marks.as_bytes());
+            }
         }
-        let headers = [("x-request-id", &cx.request_id), ("traceparent", &cx.traceparent)];
-        for (name, value) in headers {
-            if let Some(value) = value.as_deref().and_then(|value| HeaderValue::from_str(value).ok()) {
-                builder = builder.header(name, value);
+        for (name, value) in [("x-request-id", &cx.request_id), ("traceparent", &cx.traceparent)] {
+            // What is no header value would be another request.
+            if let Some(value) = value
+                && value.bytes().all(|byte| byte == b'\t' || (byte >= b' ' && byte != 0x7f))
+            {
+                put_header(&mut head, name, value.as_bytes());
             }
         }
         if cx.wants_stats {
-            builder = builder.header("x-microserving-stats", "1");
+            put_header(&mut head, "x-microserving-stats", b"1");
         }
-        builder
-            .body(body.unwrap_or_default())
-            .map_err(|error| self.malformed(format!("the request cannot be written: {error}")))
+        head.extend_from_slice(b"\r\n");
+        head
     }
 
     /// Sends a request and returns the answer once its head is there, if that says success.
-    async fn send(
-        &self,
-        cx: &CallContext,
-        method: Method,
-        path: &str,
-        body: Option<Vec<Bytes>>,
-    ) -> Result<Response<Body>, ClientError> {
-        let request = self.request(cx, method, path, body)?;
-        let answer = self
-            .in_time(cx, self.pool.send(request))
+    pub(crate) async fn send(&self, cx: &CallContext, call: Call<'_>) -> Result<Answered, ClientError> {
+        let head = self.head(cx, &call);
+        let body = match call {
+            Call::Get { .. } => &[],
+            Call::Post { body, .. } => body,
+        };
+        let engine = || self.base.clone();
+        let (head, body) = self
+            .in_time(cx, self.pool.exchange(&head, body))
             .await?
-            .map_err(|error| ClientError::Unreachable { engine: self.base.clone(), reason: chain(&error) })?;
-        if answer.status().is_success() {
-            return Ok(answer);
+            .map_err(|error| ClientError::Unreachable { engine: engine(), reason: chain(&error) })?;
+        if head.is_success() {
+            return Ok(Answered { head, body });
         }
-        let status = answer.status().as_u16();
-        let retry_after = retry_after(answer.headers());
-        let body = self.body(cx, answer).await.unwrap_or_default();
-        let mut error = ApiError::from_body(status, &body);
-        error.retry_after = retry_after;
-        Err(ClientError::Refused { engine: self.base.clone(), error: Box::new(error) })
+        let body = self.body(cx, body).await.unwrap_or_default();
+        let mut error = ApiError::from_body(head.status, &body);
+        error.retry_after = head.retry_after;
+        Err(ClientError::Refused { engine: engine(), error: Box::new(error) })
     }
 
-    async fn body(&self, cx: &CallContext, answer: Response<Body>) -> Result<Bytes, ClientError> {
-        let body = Limited::new(answer.into_body(), MAX_BODY_BYTES).collect();
-        match self.in_time(cx, body).await? {
-            Ok(body) => Ok(body.to_bytes()),
-            Err(error) => Err(self.lost(chain(&*error))),
-        }
+    /// Reads the rest of an answer. One that came together with its head, as small ones do, is not copied.
+    pub(crate) async fn body(&self, cx: &CallContext, mut body: Body) -> Result<Bytes, ClientError> {
+        let read = async {
+            let first = body.next().await?.unwrap_or_default();
+            if body.is_ended() {
+                return Ok(first);
+            }
+            let mut whole = BytesMut::from(first);
+            while let Some(more) = body.next().await? {
+                if whole.len() + more.len() > MAX_BODY_BYTES {
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, "the body is too large"));
+                }
+                whole.extend_from_slice(&more);
+            }
+            Ok(whole.freeze())
+        };
+        self.in_time(cx, read).await?.map_err(|error| self.lost(chain(&error)))
     }
 
-    async fn json<T: DeserializeOwned>(
-        &self,
-        cx: &CallContext,
-        method: Method,
-        path: &str,
-        body: Option<Vec<Bytes>>,
-    ) -> Result<T, ClientError> {
-        let answer = self.send(cx, method, path, body).await?;
-        let body = self.body(cx, answer).await?;
+    async fn json<T: DeserializeOwned>(&self, cx: &CallContext, call: Call<'_>) -> Result<T, ClientError> {
+        let path = call.path();
+        let answer = self.send(cx, call).await?;
+        let body = self.body(cx, answer.body).await?;
         serde_json::from_slice(&body).map_err(|error| self.malformed(format!("{path}: {error}")))
     }
 
@@ -140,11 +177,11 @@ impl HttpEngineClient {
         body: serde_json::Result<Vec<Bytes>>,
     ) -> Result<T, ClientError> {
         let body = self.written(body)?;
-        self.json(cx, Method::POST, path, Some(body)).await
+        self.json(cx, Call::post(path, &body)).await
     }
 
     async fn get<T: DeserializeOwned>(&self, cx: &CallContext, path: &str) -> Result<T, ClientError> {
-        self.json(cx, Method::GET, path, None).await
+        self.json(cx, Call::Get { path }).await
     }
 
     async fn chunks(
@@ -174,12 +211,12 @@ impl HttpEngineClient {
         body: serde_json::Result<Vec<Bytes>>,
     ) -> Result<BoxStream<'static, Result<T, ClientError>>, ClientError> {
         let body = self.written(body)?;
-        let answer = self.send(cx, Method::POST, path, Some(body)).await?;
-        if is_event_stream(&answer) {
-            let events = EventStream::new(self.base.clone(), cx.deadline, answer.into_body());
+        let Answered { head, body } = self.send(cx, Call::post(path, &body)).await?;
+        if head.is_event_stream {
+            let events = EventStream::new(self.base.clone(), cx.deadline, body);
             return Ok(Box::pin(events.into_events()));
         }
-        let body = self.body(cx, answer).await?;
+        let body = self.body(cx, body).await?;
         let whole: T =
             serde_json::from_slice(&body).map_err(|error| self.malformed(format!("{path}: {error}")))?;
         Ok(Box::pin(stream::once(async move { Ok(whole) })))
@@ -187,8 +224,8 @@ impl HttpEngineClient {
 
     /// Asks a path for a status and nothing else.
     pub(crate) async fn healthy(&self, cx: &CallContext, path: &str) -> Result<(), ClientError> {
-        let answer = self.send(cx, Method::GET, path, None).await?;
-        self.body(cx, answer).await.map(|_| ())
+        let answer = self.send(cx, Call::Get { path }).await?;
+        self.body(cx, answer.body).await.map(|_| ())
     }
 
     pub(crate) async fn in_time<F: Future>(
@@ -247,6 +284,16 @@ impl EngineCalls for HttpEngineClient {
         self.chunks(cx, "/microserving/start_generate", request).await
     }
 
+    async fn start_relayed(
+        &self,
+        cx: &CallContext,
+        request: &StartGenerateRequest,
+        door: Door,
+    ) -> Result<Option<Relayed>, ClientError> {
+        let body = self.written(body::with_prompt(request))?;
+        self.start_marked(cx, &body, door).await
+    }
+
     async fn abort(&self, cx: &CallContext, request: &AbortRequest) -> Result<AbortResponse, ClientError> {
         self.post(cx, "/microserving/abort", request).await
     }
@@ -293,11 +340,11 @@ impl EngineCalls for HttpEngineClient {
 
     async fn kv_events(&self, cx: &CallContext, from: u64) -> Result<KvEventStream, ClientError> {
         let path = format!("/microserving/kv_events?from={from}");
-        let answer = self.send(cx, Method::GET, &path, None).await?;
-        if !is_event_stream(&answer) {
+        let answer = self.send(cx, Call::Get { path: &path }).await?;
+        if !answer.head.is_event_stream {
             return Err(self.malformed(format!("{path}: not a stream of events")));
         }
-        let events = EventStream::new(self.base.clone(), cx.deadline, answer.into_body());
+        let events = EventStream::new(self.base.clone(), cx.deadline, answer.body);
         Ok(Box::pin(events.into_events()))
     }
 
@@ -313,17 +360,6 @@ impl EngineCalls for HttpEngineClient {
     ) -> Result<Option<Relayed>, ClientError> {
         self.pass_on(cx, door, body).await
     }
-}
-
-fn is_event_stream(answer: &Response<Body>) -> bool {
-    let content_type = answer.headers().get(header::CONTENT_TYPE);
-    content_type
-        .and_then(|value| value.to_str().ok())
-        .is_some_and(|value| value.starts_with("text/event-stream"))
-}
-
-pub(crate) fn retry_after(headers: &HeaderMap) -> Option<Duration> {
-    headers.get(header::RETRY_AFTER)?.to_str().ok()?.trim().parse().ok().map(Duration::from_secs)
 }
 
 /// Writes an error with its causes, which is where the system's own words are.

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{Method, Request, Response, Uri};
+use http::Uri;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
 
@@ -54,26 +54,6 @@ impl Pool {
             head.extend_from_slice(part.as_bytes());
         }
         head
-    }
-
-    /// Sends a request whose address begins with this pool's, and returns the answer once its head is there.
-    pub(crate) async fn send(self: &Arc<Self>, request: Request<Vec<Bytes>>) -> io::Result<Response<Body>> {
-        let (parts, body) = request.into_parts();
-        let path = parts.uri.path_and_query().map_or("/", |path| path.as_str());
-        let mut head = self.head(parts.method.as_str(), path.strip_prefix(&*self.prefix).unwrap_or(path));
-        for (name, value) in &parts.headers {
-            put_header(&mut head, name.as_str(), value.as_bytes());
-        }
-        if parts.method != Method::GET {
-            let len: usize = body.iter().map(Bytes::len).sum();
-            put_header(&mut head, "content-length", len.to_string().as_bytes());
-        }
-        head.extend_from_slice(b"\r\n");
-        let (head, body) = self.exchange(&head, &body).await?;
-        let mut answer = Response::new(body);
-        *answer.status_mut() = head.status().map_err(io::Error::other)?;
-        *answer.headers_mut() = head.headers;
-        Ok(answer)
     }
 
     /// Sends a request, on a connection that is there or on a new one, and returns the answer once its head is there.

@@ -1,20 +1,15 @@
 //! Answers that are passed on as they are.
 
-use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use futures::Stream;
 use microserving_protocol::{ApiError, RELAY_HEADER, RelayCutter, RelayPart, RelayUsage};
 
 use crate::connection::Body;
-use crate::http::{chain, retry_after};
-use crate::pool::put_header;
+use crate::http::{Answered, Call};
 use crate::{CallContext, ClientError, HttpEngineClient};
-
-/// Answers larger than this are refused.
-const MAX_BODY_BYTES: usize = 256 << 20;
 
 /// A door of an engine that clients know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,6 +27,14 @@ impl Door {
         match self {
             Self::Completions => "/v1/completions",
             Self::Chats => "/v1/chat/completions",
+        }
+    }
+
+    /// Returns the value by which `start_generate` is asked to write an answer as this door's clients read it, and to mark it.
+    const fn marks(self) -> &'static str {
+        match self {
+            Self::Completions => "completion",
+            Self::Chats => "chat",
         }
     }
 }
@@ -72,59 +75,30 @@ impl HttpEngineClient {
         door: Door,
         body: &[Bytes],
     ) -> Result<Option<Relayed>, ClientError> {
-        let mut head = self.pool.head("POST", door.path());
-        let len: usize = body.iter().map(Bytes::len).sum();
-        put_header(&mut head, "content-type", b"application/json");
-        put_header(&mut head, "content-length", len.to_string().as_bytes());
-        put_header(&mut head, RELAY_HEADER, b"1");
-        for (name, value) in [("x-request-id", &cx.request_id), ("traceparent", &cx.traceparent)] {
-            // What is no header value would be another request.
-            if let Some(value) = value
-                && value.bytes().all(|byte| byte == b'\t' || (byte >= b' ' && byte != 0x7f))
-            {
-                put_header(&mut head, name, value.as_bytes());
-            }
-        }
-        head.extend_from_slice(b"\r\n");
-        let engine = self.base.clone();
-        let (head, body) = match self.in_time(cx, self.pool.exchange(&head, body)).await? {
-            Ok(answer) => answer,
-            Err(error) => return Err(ClientError::Unreachable { engine, reason: chain(&error) }),
-        };
-        if !(200..300).contains(&head.status) {
-            let body = self.collect(cx, body).await.unwrap_or_default();
-            let mut error = ApiError::from_body(head.status, &body);
-            error.retry_after = retry_after(&head.headers);
-            return Err(ClientError::Refused { engine, error: Box::new(error) });
-        }
-        let Some(mark) = head.headers.get(RELAY_HEADER) else { return Ok(None) };
-        if head.is_event_stream() {
-            return Ok(Some(Relayed::Stream(Box::pin(RelayedEvents::new(engine, body)))));
-        }
-        let usage = mark.to_str().ok().and_then(|mark| mark.parse().ok());
-        let usage = usage.ok_or_else(|| self.malformed(format!("{RELAY_HEADER} is {mark:?}")))?;
-        Ok(Some(Relayed::Whole { body: self.collect(cx, body).await?, usage }))
+        self.marked(cx, Call::Post { path: door.path(), body, marks: Some("1") }).await
     }
 
-    async fn collect(&self, cx: &CallContext, mut body: Body) -> Result<Bytes, ClientError> {
-        let read = async {
-            let first = body.next().await?.unwrap_or_default();
-            if body.is_ended() {
-                return Ok(first);
-            }
-            let mut whole = BytesMut::from(first);
-            while let Some(more) = body.next().await? {
-                if whole.len() + more.len() > MAX_BODY_BYTES {
-                    return Err(io::Error::new(io::ErrorKind::InvalidData, "the body is too large"));
-                }
-                whole.extend_from_slice(&more);
-            }
-            Ok(whole.freeze())
-        };
-        self.in_time(cx, read).await?.map_err(|error| self.lost(chain(&error)))
+    /// See [`crate::EngineCalls::start_relayed`].
+    pub(crate) async fn start_marked(
+        &self,
+        cx: &CallContext,
+        body: &[Bytes],
+        door: Door,
+    ) -> Result<Option<Relayed>, ClientError> {
+        let marks = Some(door.marks());
+        self.marked(cx, Call::Post { path: "/microserving/start_generate", body, marks }).await
+    }
+
+    async fn marked(&self, cx: &CallContext, call: Call<'_>) -> Result<Option<Relayed>, ClientError> {
+        let Answered { head, body } = self.send(cx, call).await?;
+        let Some(mark) = head.relay else { return Ok(None) };
+        if head.is_event_stream {
+            return Ok(Some(Relayed::Stream(Box::pin(RelayedEvents::new(self.base.clone(), body)))));
+        }
+        let usage = mark.parse().map_err(|_| self.malformed(format!("{RELAY_HEADER} is {mark:?}")))?;
+        Ok(Some(Relayed::Whole { body: self.body(cx, body).await?, usage }))
     }
 }
-
 /// A marked stream that is being cut. Dropping it before its end closes the connection.
 pub(crate) struct RelayedEvents {
     engine: String,
@@ -170,7 +144,8 @@ impl RelayedEvents {
             if part.usage.is_some() {
                 self.state = State::Done;
             }
-            if !part.events.is_empty() || part.fault.is_some() || part.usage.is_some() {
+            let is_empty = part.events.is_empty() && part.tokens.is_empty();
+            if !is_empty || part.fault.is_some() || part.usage.is_some() {
                 return Poll::Ready(Ok(Some(part)));
             }
         }

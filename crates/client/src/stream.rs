@@ -4,7 +4,6 @@ use std::collections::VecDeque;
 use std::marker::PhantomData;
 
 use futures::Stream;
-use http_body_util::BodyExt;
 use microserving_protocol::{ApiError, SseEvent, SseParser};
 use serde::de::DeserializeOwned;
 use tokio::time::Instant;
@@ -67,28 +66,18 @@ impl<T: DeserializeOwned + Send> EventStream<T> {
     }
 
     async fn next_bytes(&mut self) -> Result<Option<bytes::Bytes>, ClientError> {
-        loop {
-            let frame = match self.deadline {
-                None => self.body.frame().await,
-                Some(deadline) => tokio::time::timeout_at(deadline, self.body.frame())
-                    .await
-                    .map_err(|_| ClientError::Timeout { engine: self.engine.clone() })?,
-            };
-            match frame {
-                None => return Ok(None),
-                Some(Err(error)) => return Err(self.lost(chain(&error))),
-                Some(Ok(frame)) => {
-                    if let Ok(bytes) = frame.into_data() {
-                        return Ok(Some(bytes));
-                    }
-                }
-            }
-        }
+        let read = match self.deadline {
+            None => self.body.next().await,
+            Some(deadline) => tokio::time::timeout_at(deadline, self.body.next())
+                .await
+                .map_err(|_| ClientError::Timeout { engine: self.engine.clone() })?,
+        };
+        read.map_err(|error| self.lost(chain(&error)))
     }
 
     /// Reads the end of the body, which follows `[DONE]` at once, so that the connection can be used again.
     async fn finish_body(&mut self) {
-        let rest = async { while let Some(Ok(_)) = self.body.frame().await {} };
+        let rest = async { while let Ok(Some(_)) = self.body.next().await {} };
         // An engine that keeps the body open costs us a connection, not the answer.
         let _ = tokio::time::timeout(std::time::Duration::from_millis(50), rest).await;
     }

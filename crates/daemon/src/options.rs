@@ -25,7 +25,7 @@ pub struct DaemonOptions {
           value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub max_connections: u32,
 
-    /// Largest request body; a larger one is answered 413.
+    /// Largest request body, in bytes or with a unit (16MiB, 4MB); a larger one is answered 413.
     #[arg(long, env = "MICROSERVING_MAX_BODY_BYTES", value_name = "BYTES", default_value = "16MiB")]
     pub max_body_bytes: ByteSize,
 

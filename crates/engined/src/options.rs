@@ -72,7 +72,7 @@ pub(crate) struct Options {
     )]
     pub(crate) num_pages: Option<NonZeroU32>,
 
-    /// Memory for the KV cache; by default 1 GiB, or less where 32 sequences of full length need less.
+    /// Memory for the KV cache, in bytes or with a unit (512MiB, 2GB); by default 1 GiB, or less where 32 sequences of full length need less.
     #[arg(long, env = "MICROSERVING_KV_BYTES", value_name = "BYTES", help_heading = "KV cache")]
     pub(crate) kv_bytes: Option<ByteSize>,
 

@@ -215,6 +215,15 @@ impl EngineCalls for AnyWireClient {
         self.policy != WirePolicy::Grpc
     }
 
+    async fn start_relayed(
+        &self,
+        cx: &CallContext,
+        request: &StartGenerateRequest,
+        door: Door,
+    ) -> Result<Option<Relayed>, ClientError> {
+        self.rest.start_relayed(cx, request, door).await
+    }
+
     async fn relay(
         &self,
         cx: &CallContext,

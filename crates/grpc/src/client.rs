@@ -278,6 +278,16 @@ impl EngineCalls for GrpcEngineClient {
         Ok(self.items(cx.deadline, answer.into_inner()))
     }
 
+    /// An answer that is passed on is JSON, as its client reads it.
+    async fn start_relayed(
+        &self,
+        cx: &CallContext,
+        request: &StartGenerateRequest,
+        door: Door,
+    ) -> Result<Option<Relayed>, ClientError> {
+        self.rest.start_relayed(cx, request, door).await
+    }
+
     /// A client's own body and the answer to it are JSON, and go as they are.
     async fn relay(
         &self,

@@ -67,7 +67,9 @@ pub use openai::{
 };
 pub use page_hash::{PageHash, page_hashes};
 pub use range::KvRange;
-pub use relay::{RELAY_HEADER, RelayCutter, RelayError, RelayPart, RelayUsage, relay_end_mark, relay_mark};
+pub use relay::{
+    RELAY_HEADER, RelayCutter, RelayError, RelayPart, RelayUsage, relay_bare_mark, relay_end_mark, relay_mark,
+};
 pub use sampling::{FinishReason, SamplingParams, TokenLogprob};
 pub use sse::{SSE_DONE, SseError, SseEvent, SseParser, sse_event};
 pub use token_ids::TokenIds;

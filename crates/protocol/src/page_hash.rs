@@ -29,13 +29,17 @@ impl PageHash {
     pub fn child(self, tokens: &[TokenId]) -> Self {
         let len = 16 + 4 * tokens.len();
         // Pages of usual sizes need no allocation, of which a router would make one for each page of each prompt.
-        let (mut few, mut many) = ([0; 16 + 4 * 64], Vec::new());
-        let bytes = if len <= few.len() {
-            &mut few[..len]
-        } else {
-            many.resize(len, 0);
-            &mut many[..]
-        };
+        if tokens.len() <= 16 {
+            return self.hash_in(&mut [0; 16 + 4 * 16][..len], tokens);
+        }
+        if tokens.len() <= 64 {
+            return self.hash_in(&mut [0; 16 + 4 * 64][..len], tokens);
+        }
+        self.hash_in(&mut vec![0; len], tokens)
+    }
+
+    /// Hashes what precedes a page and its tokens, put together in `bytes`.
+    fn hash_in(self, bytes: &mut [u8], tokens: &[TokenId]) -> Self {
         let (context, page) = bytes.split_at_mut(16);
         context.copy_from_slice(&self.0.to_le_bytes());
         for (bytes, token) in page.chunks_exact_mut(4).zip(tokens) {

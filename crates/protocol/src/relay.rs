@@ -15,6 +15,10 @@
 //! ```
 //!
 //! An event without a comment is not for the client: it is an error, and the last one.
+//!
+//! A router that has prepared a sequence asks `start_generate` for the same: `x-microserving-relay: completion` or `chat` says as what the
+//! events are to be written. There every token is marked at once. If its text is held back, for half a character or what may be a stop
+//! string, an empty line follows the mark instead of an event: who moves the sequence must know all of its tokens.
 
 use std::fmt::{self, Write as _};
 use std::str::FromStr;
@@ -113,6 +117,12 @@ pub struct RelayPart {
     pub fault: Option<Bytes>,
 }
 
+/// Writes the mark of tokens that show nothing yet.
+#[must_use]
+pub fn relay_bare_mark(tokens: &[TokenId]) -> String {
+    relay_mark(tokens) + "\n"
+}
+
 /// Cuts the marks off a stream, however its bytes were cut before.
 ///
 /// ```
@@ -150,6 +160,9 @@ impl RelayCutter {
                 break;
             };
             part.read_mark(&bytes[mark])?;
+            if event.data.is_empty() {
+                continue;
+            }
             // One event goes on as it lies there; several are put together, for one write is cheaper than two.
             if part.events.is_empty() && joined.is_empty() {
                 part.events = bytes.slice(event.data);
@@ -179,6 +192,7 @@ impl RelayCutter {
 /// Where an event lies.
 struct Event {
     mark: Option<std::ops::Range<usize>>,
+    /// Empty if the mark's tokens show nothing yet.
     data: std::ops::Range<usize>,
 }
 
@@ -189,6 +203,10 @@ impl Event {
         let Some(end) = line_end(at) else { return Ok(None) };
         let (mark, begin, end) = if bytes[at] == b':' {
             let Some(data_end) = line_end(end + 1) else { return Ok(None) };
+            if data_end == end + 1 {
+                let bare = Self { mark: Some(at..end), data: data_end..data_end };
+                return Ok(Some((bare, data_end + 1)));
+            }
             (Some(at..end), end + 1, data_end)
         } else {
             (None, at, end)
@@ -231,8 +249,9 @@ mod tests {
     fn stream() -> String {
         let tokens = |ids: &[u32]| relay_mark(&ids.iter().copied().map(TokenId).collect::<Vec<_>>());
         format!(
-            "{}data: {{\"a\":1}}\n\n{}data: {{\"b\":2}}\n\n{}data: [DONE]\n\n",
+            "{}data: {{\"a\":1}}\n\n{}{}data: {{\"b\":2}}\n\n{}data: [DONE]\n\n",
             tokens(&[1, 20]),
+            relay_bare_mark(&[TokenId(3)]),
             tokens(&[]),
             relay_end_mark(&USAGE)
         )
@@ -253,7 +272,7 @@ mod tests {
             }
             let expected = b"data: {\"a\":1}\n\ndata: {\"b\":2}\n\ndata: [DONE]\n\n";
             assert_eq!((&events[..], cutter.is_pending()), (&expected[..], false), "{size}");
-            assert_eq!((tokens, usage), (vec![TokenId(1), TokenId(20)], Some(USAGE)), "{size}");
+            assert_eq!((tokens, usage), (vec![TokenId(1), TokenId(20), TokenId(3)], Some(USAGE)), "{size}");
         }
     }
 

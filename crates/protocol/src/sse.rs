@@ -70,13 +70,16 @@ impl SseParser {
     pub fn push(&mut self, bytes: &[u8]) -> Result<Vec<SseEvent>, SseError> {
         let mut events = Vec::new();
         let mut rest = bytes;
-        while let Some(at) = rest.iter().position(|&byte| byte == b'\n') {
-            self.line.extend_from_slice(&rest[..at]);
-            rest = &rest[at + 1..];
-            let mut line = std::mem::take(&mut self.line);
-            if line.last() == Some(&b'\r') {
-                line.pop();
+        while let Some(at) = memchr::memchr(b'\n', rest) {
+            let (end, next) = (&rest[..at], &rest[at + 1..]);
+            rest = next;
+            if self.line.is_empty() {
+                // It lies here in one piece, as nearly all do.
+                self.take_line(end, &mut events)?;
+                continue;
             }
+            self.line.extend_from_slice(end);
+            let mut line = std::mem::take(&mut self.line);
             self.take_line(&line, &mut events)?;
             line.clear();
             self.line = line;
@@ -95,6 +98,7 @@ impl SseParser {
     }
 
     fn take_line(&mut self, line: &[u8], events: &mut Vec<SseEvent>) -> Result<(), SseError> {
+        let line = line.strip_suffix(b"\r").unwrap_or(line);
         if line.is_empty() {
             match self.data.take() {
                 Some(data) if data == "[DONE]" => events.push(SseEvent::Done),

@@ -9,9 +9,6 @@ use serde::{Serialize, Serializer};
 
 use crate::TokenId;
 
-/// The most digits that a token id has, and what stands between two.
-const LONGEST: usize = "4294967295,".len();
-
 /// Tokens shared by whoever works on one prompt. Clones are cheap, and so is every text of them after the first: a prompt goes to engines
 /// several times, and writing its digits is most of the work of a call.
 #[derive(Clone, Default)]
@@ -40,18 +37,95 @@ impl TokenIds {
     }
 }
 
+/// Writes the array. Prompts have thousands of ids, so their digits come in groups of three from a table.
 fn write(ids: &[TokenId]) -> Vec<u8> {
-    let mut text = Vec::with_capacity(ids.len() * LONGEST / 2 + 2);
-    let mut digits = itoa::Buffer::new();
-    text.push(b'[');
-    for (i, id) in ids.iter().enumerate() {
-        if i > 0 {
-            text.push(b',');
-        }
-        text.extend_from_slice(digits.format(id.0).as_bytes());
+    let longest = ids.iter().map(|id| id.0).max().unwrap_or(0).checked_ilog10().unwrap_or(0) as usize + 1;
+    // A group is put down as four bytes, of which the next one covers what is too much.
+    let mut text = vec![0; 2 + ids.len() * (longest + 1) + GROUP];
+    text[0] = b'[';
+    let mut at = 1;
+    for id in ids {
+        at = put(&mut text, at, id.0);
     }
-    text.push(b']');
+    // Where the last comma is.
+    at -= usize::from(!ids.is_empty());
+    text[at] = b']';
+    text.truncate(at + 1);
     text
+}
+
+/// Bytes of a group: three digits and a comma.
+const GROUP: usize = 4;
+
+/// The numbers below a thousand in three digits, and a comma behind them; the first digit is the lowest byte.
+static GROUPS: [u32; 1000] = groups();
+
+/// How many zeros each of them begins with. Looked up, because a branch would be guessed wrong for every third id.
+static ZEROS: [u8; 1000] = zeros();
+
+const fn zeros() -> [u8; 1000] {
+    let mut zeros = [0; 1000];
+    let mut number = 0;
+    while number < 100 {
+        zeros[number] = if number < 10 { 2 } else { 1 };
+        number += 1;
+    }
+    zeros
+}
+
+const fn groups() -> [u32; 1000] {
+    let mut groups = [0; 1000];
+    let mut number = 0;
+    while number < 1000 {
+        let n = number as u32;
+        let digits = [n / 100, n / 10 % 10, n % 10];
+        groups[number] = b'0' as u32 * 0x01_01_01 + (digits[0] | digits[1] << 8 | digits[2] << 16);
+        groups[number] |= (b',' as u32) << 24;
+        number += 1;
+    }
+    groups
+}
+
+/// Puts an id and a comma at `at`, and returns where the next one goes.
+#[inline]
+fn put(text: &mut [u8], at: usize, id: u32) -> usize {
+    if id < 1000 {
+        put_first(text, at, id)
+    } else if id < 1_000_000 {
+        let at = put_first(text, at, id / 1000);
+        put_next(text, at, id % 1000)
+    } else {
+        put_long(text, at, id)
+    }
+}
+
+/// As [`put`], for ids that no vocabulary has.
+#[cold]
+fn put_long(text: &mut [u8], at: usize, id: u32) -> usize {
+    let millions = id / 1_000_000;
+    let at = if millions < 1000 {
+        put_first(text, at, millions)
+    } else {
+        let at = put_first(text, at, millions / 1000);
+        put_next(text, at, millions % 1000)
+    };
+    let at = put_next(text, at, id / 1000 % 1000);
+    put_next(text, at, id % 1000)
+}
+
+/// Puts the first group of an id, which has no zeros in front.
+#[inline]
+fn put_first(text: &mut [u8], at: usize, group: u32) -> usize {
+    let zeros = ZEROS[group as usize];
+    text[at..at + GROUP].copy_from_slice(&(GROUPS[group as usize] >> (8 * zeros)).to_le_bytes());
+    at + GROUP - zeros as usize
+}
+
+/// Puts a group where the comma behind the one before is.
+#[inline]
+fn put_next(text: &mut [u8], at: usize, group: u32) -> usize {
+    text[at - 1..at - 1 + GROUP].copy_from_slice(&GROUPS[group as usize].to_le_bytes());
+    at - 1 + GROUP
 }
 
 impl Deref for TokenIds {
@@ -100,7 +174,10 @@ mod tests {
 
     #[test]
     fn the_text_is_that_of_the_list() {
-        for ids in [vec![], vec![0], vec![u32::MAX, 7, 10, 99, 100], (0..1000).collect()] {
+        let edges = (0..32).flat_map(|bit| [(1 << bit) - 1, 1 << bit]);
+        let tens = (0..10).flat_map(|n| [10_u32.pow(n) - 1, 10_u32.pow(n), 10_u32.pow(n) + 1]);
+        let some = vec![u32::MAX, 7, 10, 99, 100, 1_000_007, 1_007_000, 4_000_000_000];
+        for ids in [vec![], vec![0], some, edges.collect(), tens.collect(), (0..2000).collect()] {
             let ids: Vec<_> = ids.into_iter().map(TokenId).collect();
             let shared = TokenIds::from(ids.clone());
             assert_eq!(shared.json(), serde_json::to_vec(&ids).unwrap());

@@ -24,7 +24,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 pub(crate) struct Abort {
     pub(crate) engine: Arc<Engine>,
     pub(crate) request: AbortRequest,
-    pub(crate) request_id: Option<String>,
+    pub(crate) request_id: Option<Arc<str>>,
 }
 
 /// Where guards put their aborts: a drop cannot wait, so a task sends them.

@@ -28,7 +28,7 @@ use crate::kept::{Kept, is_worth_sending};
 use crate::line::Line;
 use crate::live::{Done, Listed, Order};
 use crate::moving::{self, Arrived, Move, Progress, cannot_move};
-use crate::program::PlannedMove;
+use crate::program::{PassedOn, Piece, PlannedMove};
 use crate::stats::StatsCell;
 use crate::{Ctx, Engine, Error, Program, Request, Seat};
 
@@ -98,7 +98,7 @@ impl LineId {
 /// What there is to see to next.
 #[allow(clippy::large_enum_variant, reason = "there is one of it at a time, and a move is rare")]
 enum News {
-    Chunk(usize, CompletionResponse),
+    Piece(usize, Piece),
     Failed(usize, Error),
     Ended(usize),
     Order(Order),
@@ -214,12 +214,11 @@ impl Answering {
     ///
     /// # Errors
     /// Why it cannot go on; what has come is a clean prefix of the answer. Nothing follows.
-    pub(crate) async fn next(&mut self) -> Result<Option<CompletionResponse>, Error> {
+    pub(crate) async fn next(&mut self) -> Result<Option<Piece>, Error> {
         if self.over {
             return Ok(None);
         }
-        let call = self.call.clone();
-        let next = in_time(&call, self.go_on()).await;
+        let next = in_time(self.call.deadline, self.go_on()).await;
         if !matches!(next, Ok(Some(_))) {
             self.over = true;
             self.moving = None;
@@ -229,14 +228,17 @@ impl Answering {
         next
     }
 
-    async fn go_on(&mut self) -> Result<Option<CompletionResponse>, Error> {
+    async fn go_on(&mut self) -> Result<Option<Piece>, Error> {
         while !self.lines.is_empty() {
             match std::future::poll_fn(|cx| self.poll_news(cx)).await {
-                News::Chunk(line, chunk) => {
-                    let chunk = self.take(line, chunk)?;
+                News::Piece(line, piece) => {
+                    let piece = match piece {
+                        Piece::Chunk(chunk) => self.take(line, chunk)?.map(Piece::Chunk),
+                        Piece::Events(passed) => self.pass_on(line, passed).map(Piece::Events),
+                    };
                     self.arrive_if_due();
-                    if let Some(chunk) = chunk {
-                        return Ok(Some(chunk));
+                    if piece.is_some() {
+                        return Ok(piece);
                     }
                 }
                 News::Ended(line) => self.end(line)?,
@@ -246,7 +248,7 @@ impl Answering {
             }
         }
         self.over = true;
-        Ok(self.usage())
+        Ok(self.usage().map(Piece::Chunk))
     }
 
     fn poll_news(&mut self, cx: &mut Context<'_>) -> Poll<News> {
@@ -265,7 +267,7 @@ impl Answering {
             if let Poll::Ready(item) = self.lines[at].poll_next(cx) {
                 self.turn = at + 1;
                 return Poll::Ready(match item {
-                    Some(Ok(chunk)) => News::Chunk(at, chunk),
+                    Some(Ok(piece)) => News::Piece(at, piece),
                     Some(Err(error)) => News::Failed(at, error),
                     None => News::Ended(at),
                 });
@@ -287,6 +289,8 @@ impl Answering {
         let (wants_ids, echoes) = (self.request.params().return_token_ids, line.request.echoes());
         if chunk.choices.is_empty() {
             self.last = Some(chunk);
+            // A marked answer says what it took when it is complete, and not before.
+            self.kept.iter_mut().for_each(Kept::note_complete);
             return Ok(None);
         }
         if let Some(since) = self.interrupted.take() {
@@ -321,6 +325,29 @@ impl Answering {
             chunk.usage = Some(Usage { prompt_tokens_details: None, ..self.totals(0) });
         }
         Ok((!chunk.choices.is_empty()).then_some(chunk))
+    }
+
+    /// Keeps what is new of an answer that is passed on, and returns what of it is for the client.
+    fn pass_on(&mut self, at: usize, passed: PassedOn) -> Option<PassedOn> {
+        let line = &self.lines[at];
+        if let Some(engine) = line.engine() {
+            self.listed.set_engine(engine);
+        }
+        if let Some(since) = self.interrupted.take() {
+            self.shared.metrics.recovered(since.elapsed());
+        }
+        if let Some(moving) = self.moving.as_ref().filter(|moving| moving.line == LineId::of(line)) {
+            moving.progress.extend(&passed.tokens);
+        }
+        // Only an answer with one choice is passed on.
+        self.kept[0].take_unread(&passed);
+        self.move_if_planned(at);
+        (!passed.events.is_empty()).then_some(passed)
+    }
+
+    /// Finds out which choices have finished of those that were passed on.
+    fn settle(&mut self) {
+        self.kept.iter_mut().for_each(Kept::settle);
     }
 
     /// A line has said all it has to say.
@@ -401,7 +428,8 @@ impl Answering {
     /// Runs the program for some of the choices.
     fn start(&mut self, request: Arc<Request>, choices: Vec<u32>, attempt: Attempt) {
         let moves_kv = self.program.moves_kv();
-        let ctx = Ctx::new(&self.shared, &self.call, attempt, &self.troubles, moves_kv);
+        let mut ctx = Ctx::new(&self.shared, &self.call, attempt, &self.troubles, moves_kv);
+        ctx.passes_on = self.program.passes_on();
         if let Some(instead) = &self.instead {
             ctx.stats.set_pattern(instead);
         }
@@ -411,6 +439,7 @@ impl Answering {
 
     /// Takes a line out, and gives up a move that hung on it.
     fn close(&mut self, at: usize) -> Line {
+        self.settle();
         let line = self.lines.swap_remove(at);
         if let Some(moving) = self.moving.take_if(|moving| moving.line == LineId::of(&line)) {
             let finished = line.choices.iter().all(|&choice| self.kept[choice as usize].finished);
@@ -512,6 +541,10 @@ impl Answering {
 
     /// Changes over to the target once the client has all that the source yielded.
     fn arrive_if_due(&mut self) {
+        if self.moving.is_none() {
+            return;
+        }
+        self.settle();
         let Some(moving) = &mut self.moving else { return };
         let due = moving.arrived.as_ref().is_some_and(|a| a.moved.output_tokens <= self.kept[0].num_tokens());
         let at = self.lines.iter().position(|line| LineId::of(line) == moving.line);

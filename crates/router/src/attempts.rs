@@ -3,13 +3,14 @@
 use std::future::Future;
 use std::sync::Arc;
 
-use microserving_client::CallContext;
+use microserving_client::{CallContext, ClientError};
 use microserving_protocol::{CompletionAssembler, CompletionResponse};
 use tokio::time::Instant;
 use tracing::warn;
 
 use crate::answering::Answering;
 use crate::ctx::Shared;
+use crate::program::Piece;
 use crate::stats::StatsCell;
 use crate::{Error, Program, Request};
 
@@ -22,7 +23,7 @@ pub(crate) async fn open(
     program: &Arc<dyn Program>,
     request: Request,
     call: &CallContext,
-) -> Result<(CompletionResponse, Answering), Error> {
+) -> Result<(Piece, Answering), Error> {
     let mut answering = Answering::begin(shared, program, request, call);
     match answering.next().await? {
         Some(first) => Ok((first, answering)),
@@ -36,13 +37,25 @@ pub(crate) async fn collect(
     program: &Arc<dyn Program>,
     request: Request,
     call: &CallContext,
-    mut on_chunk: impl FnMut(),
+    mut on_tokens: impl FnMut(u32),
 ) -> Result<(CompletionResponse, StatsCell), Error> {
     let mut answering = Answering::begin(shared, program, request, call);
     let mut assembler = CompletionAssembler::new();
-    while let Some(chunk) = answering.next().await? {
-        assembler.push(chunk);
-        on_chunk();
+    while let Some(piece) = answering.next().await? {
+        match piece {
+            Piece::Chunk(chunk) => {
+                assembler.push(chunk);
+                on_tokens(1);
+            }
+            Piece::Events(passed) => {
+                assembler.push_events(&passed.events).map_err(|error| {
+                    let engine = answering.stats().get().decode_engine;
+                    let reason = format!("an event is malformed: {error}");
+                    Error::Call { call: "start_generate", source: ClientError::Malformed { engine, reason } }
+                })?;
+                on_tokens(u32::try_from(passed.tokens.len()).unwrap_or(u32::MAX));
+            }
+        }
     }
     let stats = answering.stats().clone();
     let whole = assembler.finish();
@@ -51,10 +64,10 @@ pub(crate) async fn collect(
 
 /// Ends what a program awaits at the deadline, whatever it awaits.
 pub(crate) async fn in_time<T>(
-    call: &CallContext,
+    deadline: Option<Instant>,
     work: impl Future<Output = Result<T, Error>>,
 ) -> Result<T, Error> {
-    match call.deadline {
+    match deadline {
         None => work.await,
         Some(deadline) => tokio::time::timeout_at(deadline, work).await.unwrap_or(Err(Error::Deadline)),
     }

@@ -1,6 +1,7 @@
 //! What a program has to work with.
 
 use std::collections::HashMap;
+use std::ops::Deref;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use microserving_client::{CallContext, EngineKind};
@@ -16,9 +17,27 @@ use crate::stats::StatsCell;
 use crate::steps::Steps;
 use crate::{Cluster, Engine, Error, Metrics, Placement, Request, RetryBudget, Role, Seat};
 
-/// What lasts as long as the service, and every context shares.
+/// What lasts as long as the service, and every context shares. Clones are one count: each call of each request has one.
 #[derive(Clone, Debug)]
-pub(crate) struct Shared {
+pub(crate) struct Shared(Arc<Parts>);
+
+impl From<Parts> for Shared {
+    fn from(parts: Parts) -> Self {
+        Self(Arc::new(parts))
+    }
+}
+
+impl Deref for Shared {
+    type Target = Parts;
+
+    fn deref(&self) -> &Parts {
+        &self.0
+    }
+}
+
+/// The parts of [`Shared`].
+#[derive(Debug)]
+pub(crate) struct Parts {
     pub(crate) cluster: Arc<Cluster>,
     pub(crate) placement: Arc<Placement>,
     pub(crate) metrics: Arc<Metrics>,
@@ -67,8 +86,12 @@ pub struct Ctx {
     pub(crate) stats: StatsCell,
     /// The program would move KV.
     pub(crate) moves_kv: bool,
+    /// The program leaves its streams as they are.
+    pub(crate) passes_on: bool,
     /// The engine that decodes, once it has been asked to.
     pub(crate) placed: Arc<OnceLock<Arc<Engine>>>,
+    /// Engines that have sent some of the prompt, and of which that is yet to be noted.
+    pub(crate) senders: Arc<Mutex<Vec<Given>>>,
 }
 
 /// How far an engine can take part in a pattern that moves KV.
@@ -96,6 +119,9 @@ impl Reach {
         }
     }
 }
+
+/// An engine that was given the first so many tokens of a request.
+pub(crate) type Given = (Arc<Engine>, u32);
 
 /// Says whether KV can be moved to an engine for this request.
 fn can_move(engine: &Engine, request: &Request) -> bool {
@@ -136,8 +162,18 @@ impl Ctx {
             troubles: troubles.clone(),
             stats: StatsCell::default(),
             moves_kv,
+            passes_on: false,
             placed: Arc::default(),
+            senders: Arc::default(),
         }
+    }
+
+    /// Notes that an engine holds the first `end` tokens of a request, and what those hold that have sent some of them: their pages are
+    /// the same, so all are noted at once.
+    pub(crate) fn note_given(&self, engine: &Arc<Engine>, request: &Request, end: u32) {
+        let mut given = std::mem::take(&mut *self.senders.lock().unwrap_or_else(PoisonError::into_inner));
+        given.push((engine.clone(), end));
+        self.shared.placement.note(request, &given);
     }
 
     /// Returns the context of another attempt at the same request.

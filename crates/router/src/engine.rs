@@ -437,6 +437,11 @@ impl Engine {
         self.calls.may_relay() && !self.cannot_relay.load(Ordering::Relaxed)
     }
 
+    /// Says whether it marks the answers of `start_generate`, so that they can be passed on as they are.
+    pub(crate) fn marks(&self) -> bool {
+        self.calls.may_relay() && self.with_seen(|seen| seen.state.as_ref().is_some_and(|state| state.marks))
+    }
+
     /// Notes whether it was seen not to know of relaying.
     pub(crate) fn set_cannot_relay(&self, cannot: bool) {
         self.cannot_relay.store(cannot, Ordering::Relaxed);

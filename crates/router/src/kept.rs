@@ -1,6 +1,10 @@
 //! What a router keeps of an answer: enough to go on with it elsewhere.
 
+use bytes::Bytes;
 use microserving_protocol::{CompletionChoice, TokenId};
+
+use crate::program::PassedOn;
+use crate::relay::ending;
 
 /// What has come of one choice. 4 bytes a token.
 #[derive(Clone, Debug, Default)]
@@ -11,12 +15,34 @@ pub(crate) struct Kept {
     pub(crate) finished: bool,
     /// Text came without its tokens, so that nobody could go on where it stopped.
     opaque: bool,
+    /// The events that were passed on last, which say whether it has finished: that is asked only when something goes wrong.
+    unread: Bytes,
 }
 
 impl Kept {
     /// Makes one of what the client has had of its beginning.
     pub(crate) fn given(output: Vec<TokenId>, finished: bool) -> Self {
-        Self { output, begun: true, finished, opaque: false }
+        Self { output, begun: true, finished, ..Self::default() }
+    }
+
+    /// Takes what has been passed on.
+    pub(crate) fn take_unread(&mut self, passed: &PassedOn) {
+        self.output.extend_from_slice(&passed.tokens);
+        self.begun = true;
+        if !passed.events.is_empty() {
+            self.unread = passed.events.clone();
+        }
+    }
+
+    /// Notes that the answer of which it is a part is complete.
+    pub(crate) fn note_complete(&mut self) {
+        self.finished |= !std::mem::take(&mut self.unread).is_empty();
+    }
+
+    /// Finds out whether it has finished.
+    pub(crate) fn settle(&mut self) {
+        let unread = std::mem::take(&mut self.unread);
+        self.finished |= !unread.is_empty() && ending(&unread).0;
     }
 
     /// Takes what is new of the choice; false if it had ended before, so that none of it is for the client.

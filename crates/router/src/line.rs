@@ -5,10 +5,9 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use futures::Stream;
 use microserving_protocol::CompletionResponse;
 
-use crate::program::PlannedMove;
+use crate::program::{Piece, PlannedMove};
 use crate::{Ctx, Engine, Error, Program, Request, TokenStream};
 
 type Opening = Pin<Box<dyn Future<Output = Result<TokenStream, Error>> + Send>>;
@@ -91,11 +90,8 @@ impl Line {
         }
     }
 
-    /// Returns the next chunk; nothing after the last one, or after an error.
-    pub(crate) fn poll_next(
-        &mut self,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<CompletionResponse, Error>>> {
+    /// Returns the next piece; nothing after the last one, or after an error.
+    pub(crate) fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Piece, Error>>> {
         loop {
             let item = match &mut self.state {
                 State::Over => return Poll::Ready(None),
@@ -108,8 +104,8 @@ impl Line {
                     Poll::Ready(Err(error)) => Some(Err(error)),
                 },
                 State::Streaming(streaming) => match streaming.first.take() {
-                    Some(first) => Some(Ok(first)),
-                    None => match Pin::new(&mut streaming.rest).poll_next(cx) {
+                    Some(first) => Some(Ok(Piece::Chunk(first))),
+                    None => match streaming.rest.poll_piece(cx) {
                         Poll::Pending => return Poll::Pending,
                         Poll::Ready(item) => item,
                     },

@@ -3,11 +3,12 @@
 use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
 use async_trait::async_trait;
-use futures::Stream;
-use microserving_protocol::CompletionResponse;
+use bytes::Bytes;
+use futures::{Stream, TryStreamExt as _};
+use microserving_protocol::{CompletionResponse, TokenId};
 
 use crate::{Ctx, Error, Request, Seat};
 
@@ -28,6 +29,12 @@ pub trait Program: Send + Sync + fmt::Debug {
     /// Says whether serving a request is no more than giving it whole to the engine that placement chooses, as data parallel does. The
     /// router may then pass body and answer on as they are, and calls `serve` only for requests that need more.
     fn is_relayable(&self) -> bool {
+        false
+    }
+
+    /// Says whether the streams that the program returns are those of seats as they are: an answer may then be passed on as the engine
+    /// wrote it. A program that looks into its streams, or makes its own, must not say so.
+    fn passes_on(&self) -> bool {
         false
     }
 
@@ -80,8 +87,32 @@ impl Fallback {
 
 /// The chunks of one answer, usage last. Dropping it cancels the generation.
 pub struct TokenStream {
-    chunks: Pin<Box<dyn Stream<Item = Result<CompletionResponse, Error>> + Send>>,
+    pieces: Pin<Box<dyn Stream<Item = Result<Piece, Error>> + Send>>,
     plan: Option<PlannedMove>,
+}
+
+/// Something of an answer.
+#[derive(Debug)]
+pub(crate) enum Piece {
+    /// A chunk that was read, or the usage.
+    Chunk(CompletionResponse),
+    /// Events as they go to the client.
+    Events(PassedOn),
+}
+
+/// Events of an answer with one choice, unread.
+#[derive(Debug)]
+pub(crate) struct PassedOn {
+    /// Empty if the tokens show nothing yet.
+    pub(crate) events: Bytes,
+    /// The tokens since the last ones.
+    pub(crate) tokens: Vec<TokenId>,
+}
+
+impl PassedOn {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.events.is_empty() && self.tokens.is_empty()
+    }
 }
 
 /// A move to another engine that a program wants.
@@ -96,7 +127,15 @@ impl TokenStream {
     /// Wraps a stream of chunks.
     #[must_use]
     pub fn new(chunks: impl Stream<Item = Result<CompletionResponse, Error>> + Send + 'static) -> Self {
-        Self { chunks: Box::pin(chunks), plan: None }
+        Self::of_pieces(chunks.map_ok(Piece::Chunk))
+    }
+
+    pub(crate) fn of_pieces(pieces: impl Stream<Item = Result<Piece, Error>> + Send + 'static) -> Self {
+        Self { pieces: Box::pin(pieces), plan: None }
+    }
+
+    pub(crate) fn poll_piece(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Piece, Error>>> {
+        self.pieces.as_mut().poll_next(cx)
     }
 
     /// Moves the request to `target` once its answer has `after_tokens` tokens: its KV first, while the engine that decodes goes on, then
@@ -122,6 +161,15 @@ impl Stream for TokenStream {
     type Item = Result<CompletionResponse, Error>;
 
     fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        self.chunks.as_mut().poll_next(cx)
+        Poll::Ready(match ready!(self.poll_piece(cx)) {
+            Some(Ok(Piece::Chunk(chunk))) => Some(Ok(chunk)),
+            Some(Ok(Piece::Events(_))) => Some(Err(Error::Program {
+                program: "a program".to_owned(),
+                reason: "passed_on",
+                message: "it reads a stream that it said it passes on".to_owned(),
+            })),
+            Some(Err(error)) => Some(Err(error)),
+            None => None,
+        })
     }
 }

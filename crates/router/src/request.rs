@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::http::HeaderMap;
-use microserving_client::{EngineKind, Written};
+use microserving_client::{Door, EngineKind, Written};
 use microserving_protocol::{
     ApiError, CompletionRequest, GenerationParams, Prompt, SeqId, StreamOptions, TokenId, TokenIds,
 };
@@ -28,6 +28,8 @@ pub struct Request {
     generated_from: Option<u32>,
     /// Which choice of the client's request this is, if it is one of several that goes on alone.
     choice_index: Option<u32>,
+    /// As whose the answer may be passed on unread.
+    door: Option<Door>,
     chains: Chains,
 }
 
@@ -72,8 +74,24 @@ impl Request {
             chunks: Arc::default(),
             generated_from: None,
             choice_index: None,
+            door: None,
             chains: Chains::default(),
         }
+    }
+
+    /// Says that the answer goes to a client of `door`, so that an engine may write it for that client. That is for answers of one choice: of
+    /// several, the tokens of each would have to be told apart. An echo is the router's, and so is the usage. What the client wants in one
+    /// piece is put together here, of chunks of a completion.
+    pub(crate) fn for_door(mut self, door: Door, wants_stream: bool) -> Self {
+        let GenerationParams { n, echo, continuous_usage_stats, .. } = self.params;
+        let plain = n == 1 && !echo && !continuous_usage_stats;
+        self.door = plain.then_some(if wants_stream { door } else { Door::Completions });
+        self
+    }
+
+    /// Returns as whose an engine may write the answer.
+    pub(crate) const fn door(&self) -> Option<Door> {
+        self.door
     }
 
     /// Adds what the client sent along, for rules and programs to look at.
@@ -174,6 +192,7 @@ impl Request {
             chunks: Arc::default(),
             generated_from: (!output.is_empty()).then_some(prompt_len),
             choice_index,
+            door: None,
             chains: Chains::default(),
         }
     }
@@ -194,6 +213,7 @@ impl Request {
             written: None,
             generated_from: None,
             choice_index: None,
+            door: None,
             chains: Chains::default(),
             ..self.clone()
         }
@@ -278,6 +298,15 @@ impl Request {
             body.return_token_ids = self.params.return_token_ids;
         }
         body
+    }
+
+    /// Returns the body of a call whose answer is passed on: it asks for what the client gets, and marks tell the rest.
+    pub(crate) fn body_to_pass_on(&self) -> CompletionRequest {
+        CompletionRequest {
+            stream_options: None,
+            return_token_ids: self.params.return_token_ids,
+            ..self.completion.clone()
+        }
     }
 
     /// Returns the body of a call that moves KV: the prompt, and whose it is.

@@ -1,9 +1,9 @@
 //! A request's place on one engine.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use microserving_client::{CallContext, ClientError, EngineKind};
+use microserving_client::{CallContext, ClientError, Door, EngineKind, Relayed};
 use microserving_protocol::{
     AbortRequest, ApiError, CallOptions, CommitRequest, CompletionRequest, PrepRecvRequest,
     RemoteSendRequest, RemoteSendResponse, StartGenerateRequest,
@@ -15,7 +15,7 @@ use crate::abort::Abort;
 use crate::ctx::Trouble;
 use crate::engine::InFlight;
 use crate::predict::{PrefillTimer, ProfileSource, StreamTimer};
-use crate::stream::Generating;
+use crate::stream::{Generating, Pieces};
 use crate::vitals::Verdict;
 use crate::{Ctx, Engine, Error, Request, TokenStream};
 
@@ -146,7 +146,8 @@ impl Seat {
         self.end();
         self.in_flight.set_tokens(0);
         timer.tell_sent(self.engine(), &answer);
-        self.ctx.shared.placement.note(self.engine(), request, end);
+        let sender = (self.engine().clone(), end);
+        self.ctx.senders.lock().unwrap_or_else(PoisonError::into_inner).push(sender);
         self.ctx.stats.sent(self.engine().name(), &answer);
         // An engine of another make tells nothing.
         if answer.cached_tokens > 0 || answer.computed_tokens > 0 {
@@ -160,8 +161,12 @@ impl Seat {
     /// # Errors
     /// [`Error::Call`]; with 503 if the engine has no room.
     pub async fn start_generate(mut self, request: &Request, begin: u32) -> Result<TokenStream, Error> {
+        let door = request.door().filter(|_| self.ctx.passes_on && self.engine().marks());
         let body = StartGenerateRequest {
-            completion: request.body(self.engine().kind()),
+            completion: match door {
+                Some(_) => request.body_to_pass_on(),
+                None => request.body(self.engine().kind()),
+            },
             call: self.ctx.options(request),
             begin: begin.into(),
             generated_from: request.generated_from(),
@@ -177,13 +182,8 @@ impl Seat {
         let uncached = request.len() - self.prepared.unwrap_or(0).min(request.len());
         let first_by = self.step(uncached, request.len(), 0).deadline;
         let timer = PrefillTimer::start(&self.in_flight);
-        let started = async {
-            if self.prepared.is_some() {
-                engine.while_here(engine.calls().start_generate(&self.ctx.call, &body)).await
-            } else {
-                engine.while_here(engine.calls().generate(&self.ctx.call, &body, request.written())).await
-            }
-        };
+        let is_prepared = self.prepared.is_some();
+        let started = engine.while_here(start(&engine, &self.ctx.call, &body, request, door, is_prepared));
         let chunks = match first_by {
             None => started.await,
             Some(first_by) => tokio::time::timeout_at(first_by, started)
@@ -194,9 +194,9 @@ impl Seat {
         if let Some(contexts) = self.ctx.shared.contexts.as_ref().filter(|_| self.ctx.attempt.0 == 0) {
             contexts.note(self.engine(), request);
         }
-        self.ctx.shared.placement.note(self.engine(), request, request.len());
+        self.ctx.note_given(self.engine(), request, request.len());
         let timer = StreamTimer::new(timer, self.prepared, request.len(), request.params().n == 1);
-        Ok(TokenStream::new(Generating::new(chunks, self, timer, first_by)))
+        Ok(TokenStream::of_pieces(Generating::new(chunks, self, timer, first_by)))
     }
 
     /// Asks the engine to keep what it received in its context cache: the end of a context migration.
@@ -211,7 +211,7 @@ impl Seat {
         let answer = engine.while_here(engine.calls().commit(&step, &body)).await;
         let answer = self.judge("commit", answer)?;
         self.end();
-        self.ctx.shared.placement.note(self.engine(), request, answer.committed_tokens);
+        self.ctx.note_given(self.engine(), request, answer.committed_tokens);
         Ok(answer.committed_tokens)
     }
 
@@ -326,6 +326,32 @@ impl Seat {
             self.ctx.shared.metrics.hint(hinted.min(end), held);
         }
     }
+}
+
+/// Asks an engine to generate.
+async fn start(
+    engine: &Engine,
+    call: &CallContext,
+    body: &StartGenerateRequest,
+    request: &Request,
+    door: Option<Door>,
+    is_prepared: bool,
+) -> Result<Pieces, ClientError> {
+    let calls = engine.calls();
+    if let Some(door) = door {
+        return match calls.start_relayed(call, body, door).await? {
+            Some(Relayed::Stream(parts)) => Ok(Pieces::Marked(parts)),
+            Some(Relayed::Whole { .. }) | None => {
+                let reason = "the answer is no marked stream, and its state says marks".to_owned();
+                Err(ClientError::Malformed { engine: engine.name().to_owned(), reason })
+            }
+        };
+    }
+    let chunks = match is_prepared {
+        true => calls.start_generate(call, body).await,
+        false => calls.generate(call, body, request.written()).await,
+    };
+    chunks.map(Pieces::Read)
 }
 
 /// Returns what a failure says about the engine. What it refuses is the caller's doing; 429 and 503 are a matter of room.

@@ -14,7 +14,7 @@ use crate::abort::{AbortQueue, send_aborts};
 use crate::admission::Admission;
 use crate::contexts::{Contexts, migrate};
 use crate::control::Control;
-use crate::ctx::Shared;
+use crate::ctx::{Parts, Shared};
 use crate::live::LiveRequests;
 use crate::pattern::Fixed;
 use crate::predict::Traffic;
@@ -146,7 +146,7 @@ impl RouterService {
         let (aborts, queue) = AbortQueue::new(metrics.clone());
         let seed = config.randomness.draw();
         let index = Arc::new(PrefixIndex::new(config.index_bytes, seed));
-        let shared = Shared {
+        let shared = Shared::from(Parts {
             cluster: Arc::new(Cluster::new(config.engines)),
             placement: Arc::new(Placement::new(config.placement, index, seed)),
             metrics,
@@ -156,7 +156,7 @@ impl RouterService {
             live: LiveRequests::default(),
             steps: Steps { unpredicted: config.step_timeout },
             contexts: config.context_migration.then(Contexts::default),
-        };
+        });
         let mut tasks = RouterTasks::new();
         let spawner = tasks.spawner();
         tasks.send_aborts(send_aborts(queue, spawner.stop().clone()));

@@ -124,6 +124,10 @@ impl Program for ScriptProgram {
         Some(&self.script.fallback)
     }
 
+    fn passes_on(&self) -> bool {
+        true
+    }
+
     async fn serve(&self, ctx: &Ctx, request: &Request) -> Result<TokenStream, Error> {
         let script = &*self.script;
         script.runs.fetch_add(1, Ordering::Relaxed);

@@ -20,6 +20,7 @@ use tokio::time::Instant;
 use tracing::{debug, info};
 
 use crate::app::App;
+use crate::deliver::Marks;
 use crate::errors::api_error;
 use crate::tracking::Arrival;
 
@@ -52,8 +53,8 @@ pub(crate) struct AnswerPlan {
     pub(crate) continuous_usage: bool,
     /// The caller asked by header for [`ServingStats`].
     pub(crate) stats: bool,
-    /// A router passes the answer on: it wants to know the tokens of each chunk beside it.
-    pub(crate) relay: bool,
+    /// What a router that passes the answer on wants to know beside it.
+    pub(crate) marks: Marks,
 }
 
 /// What [`Answer::next`] yields.
@@ -61,6 +62,8 @@ pub(crate) struct AnswerPlan {
 pub(crate) enum Part {
     /// New text of one choice.
     Chunk(CompletionResponse),
+    /// A token whose text is held back; only for who wants every token marked.
+    HeldBack,
     /// What it took; the answer is complete.
     End { usage: Usage, stats: Option<ServingStats> },
 }
@@ -169,6 +172,9 @@ impl Answer {
                     if let Some(new) = self.token(choice, index, token, logprob, finish) {
                         return Ok(Some(self.chunk(new)));
                     }
+                    if self.plan.marks == Marks::Tokens && !self.unmarked.is_empty() {
+                        return Ok(Some(Part::HeldBack));
+                    }
                 }
                 Some(GenerateEvent::Done { usage }) => return Ok(Some(self.end(usage))),
                 Some(GenerateEvent::Failed { error }) => {
@@ -198,7 +204,7 @@ impl Answer {
             return None;
         }
         choice.num_tokens = index.saturating_add(1);
-        if self.plan.relay && self.plan.n == 1 {
+        if self.plan.marks.any() && self.plan.n == 1 && index >= self.plan.resume_from {
             self.unmarked.push(token);
         }
         let ends_silently = finish == Some(FinishReason::Stop) && self.plan.end_tokens.contains(&token);

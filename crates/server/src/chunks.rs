@@ -44,6 +44,7 @@ impl Chunks {
             Left::Whole(whole) => Ok(Some(std::mem::take(&mut **whole))),
             Left::Answer(answer) => match answer.next().await {
                 Ok(Some(Part::Chunk(chunk))) => return Ok(Some(chunk)),
+                Ok(Some(Part::HeldBack)) => unreachable!("no marks are wanted here"),
                 Ok(Some(Part::End { usage, stats })) => {
                     Ok(last_chunk(answer, usage, stats, self.include_usage))
                 }

@@ -10,7 +10,8 @@ use futures::Stream;
 use http::HeaderValue;
 use microserving_protocol::{
     ApiError, ChatStream, CompletionAssembler, CompletionChoice, CompletionResponse, FinishReason,
-    RELAY_HEADER, RelayUsage, ServingStats, Usage, chat_response, relay_end_mark, relay_mark,
+    RELAY_HEADER, RelayUsage, ServingStats, Usage, chat_response, relay_bare_mark, relay_end_mark,
+    relay_mark,
 };
 
 use crate::answer::{Answer, Part};
@@ -23,7 +24,23 @@ pub(crate) struct Delivery {
     pub(crate) include_usage: bool,
     pub(crate) chat: bool,
     /// Marks the answer for a router that passes it on.
-    pub(crate) relay: bool,
+    pub(crate) marks: Marks,
+}
+
+/// What is marked of an answer for a router that passes it on (see `microserving_protocol::relay_mark`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Marks {
+    Nothing,
+    /// The tokens that events show.
+    Events,
+    /// Every token at once.
+    Tokens,
+}
+
+impl Marks {
+    pub(crate) fn any(self) -> bool {
+        self != Self::Nothing
+    }
 }
 
 /// Delivers an answer whole or chunk by chunk.
@@ -33,7 +50,7 @@ pub(crate) struct Delivery {
 pub(crate) async fn deliver(answer: Answer, delivery: Delivery) -> Result<Response, ApiError> {
     if delivery.stream {
         let mut response = sse::response(events(answer, delivery));
-        if delivery.relay {
+        if delivery.marks.any() {
             response.headers_mut().insert(RELAY_HEADER, HeaderValue::from_static("1"));
         }
         return Ok(response);
@@ -41,11 +58,12 @@ pub(crate) async fn deliver(answer: Answer, delivery: Delivery) -> Result<Respon
     let mut answer = answer;
     let whole = assemble(&mut answer).await?;
     let preempted = |choice: &CompletionChoice| choice.finish_reason == Some(FinishReason::Preempt);
-    if delivery.relay && whole.choices.iter().any(preempted) {
+    if delivery.marks.any() && whole.choices.iter().any(preempted) {
         // Not for the client: the router will have the answer from elsewhere.
         return Err(ApiError::unavailable("the request was preempted", Duration::from_secs(1)));
     }
-    let mark = delivery.relay.then(|| relay_usage(&answer, whole.usage.unwrap_or_default()).to_string());
+    let mark =
+        delivery.marks.any().then(|| relay_usage(&answer, whole.usage.unwrap_or_default()).to_string());
     let mut response =
         if delivery.chat { Json(chat_response(whole)).into_response() } else { Json(whole).into_response() };
     if let Some(mark) = mark.and_then(|mark| HeaderValue::try_from(mark).ok()) {
@@ -69,6 +87,7 @@ pub(crate) async fn assemble(answer: &mut Answer) -> Result<CompletionResponse, 
     while let Some(part) = answer.next().await? {
         match part {
             Part::Chunk(chunk) => assembler.push(chunk),
+            Part::HeldBack => {}
             Part::End { usage, stats } => {
                 let mut last = answer.empty_chunk();
                 last.usage = Some(usage);
@@ -95,7 +114,7 @@ fn events(answer: Answer, delivery: Delivery) -> impl Stream<Item = Bytes> {
         answer: Some(answer),
         chat: delivery.chat.then(ChatStream::new),
         include_usage: delivery.include_usage,
-        relay: delivery.relay,
+        relay: delivery.marks.any(),
         ready: VecDeque::new(),
     };
     futures::stream::unfold(streaming, |mut streaming| async move {
@@ -117,6 +136,7 @@ impl Streaming {
                 let mark = (self.relay && !preempted).then(|| relay_mark(&answer.take_unmarked()));
                 Some(marked(mark, self.frame(chunk)))
             }
+            Ok(Some(Part::HeldBack)) => Some(relay_bare_mark(&answer.take_unmarked()).into()),
             Ok(Some(Part::End { usage, stats })) => {
                 let last = last_chunk(answer, usage, stats, self.include_usage);
                 let end = self.relay.then(|| relay_end_mark(&relay_usage(answer, usage)));

@@ -14,6 +14,7 @@ use crate::answer::{Answer, AnswerPlan};
 use crate::app::App;
 use crate::body::blocking;
 use crate::constraint;
+use crate::deliver::Marks;
 use crate::errors::api_error;
 use crate::tracking::Arrival;
 
@@ -40,8 +41,8 @@ pub(crate) struct Generation {
     pub(crate) timeout: Option<Duration>,
     /// The caller asked by header for statistics.
     pub(crate) stats: bool,
-    /// The caller is a router that passes the answer on.
-    pub(crate) relay: bool,
+    /// What a router that passes the answer on wants marked.
+    pub(crate) marks: Marks,
 }
 
 /// Checks a request's bounds and draws a seed where the client gave none.
@@ -84,9 +85,9 @@ pub(crate) fn wants_stats(headers: &HeaderMap) -> bool {
     headers.get("x-microserving-stats").is_some_and(|value| value == "1")
 }
 
-/// Says whether the caller passes the answer on and wants it marked (see `microserving_protocol::relay_mark`).
-pub(crate) fn wants_marks(headers: &HeaderMap) -> bool {
-    headers.get(RELAY_HEADER).is_some_and(|value| value == "1")
+/// Says what a caller of `/v1/*` that passes the answer on wants marked.
+pub(crate) fn marks(headers: &HeaderMap) -> Marks {
+    if headers.get(RELAY_HEADER).is_some_and(|value| value == "1") { Marks::Events } else { Marks::Nothing }
 }
 
 /// Returns what every call to the engine carries.
@@ -144,7 +145,7 @@ pub(crate) async fn generate(
         token_ids: params.return_token_ids,
         continuous_usage: params.include_usage && params.continuous_usage_stats,
         stats: generation.stats,
-        relay: generation.relay,
+        marks: generation.marks,
     };
     let options = call_options(app, &params, generation.timeout);
     let call = StartGenerate {

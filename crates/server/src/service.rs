@@ -16,6 +16,7 @@ use crate::app::App;
 use crate::calls::kv_events::KvEvents;
 use crate::calls::{abort, commit, pause, prep_recv, remote_send, start_generate, state};
 use crate::chunks::Chunks;
+use crate::deliver::Marks;
 use crate::tracking::Arrival;
 use crate::{ModelText, ServerConfig, body, routes};
 
@@ -77,7 +78,8 @@ impl EngineService {
         arrival: Arrival,
         stats: bool,
     ) -> Result<Chunks, ApiError> {
-        let (answer, delivery) = start_generate::serve(&self.app, request, arrival, stats).await?;
+        let (answer, delivery) =
+            start_generate::serve(&self.app, request, arrival, stats, Marks::Nothing).await?;
         Chunks::begin(answer, delivery).await
     }
 

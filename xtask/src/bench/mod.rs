@@ -27,9 +27,8 @@ pub(crate) struct Args {
     /// The model for `engine` and `transports`; the demo model if not given.
     #[arg(long)]
     model: Option<String>,
-    /// For `router`: measure the routers that a user would pick instead beside it, installed from PyPI into the target folder.
-    #[arg(long)]
-    peers: bool,
+    #[command(flatten)]
+    router: router::Options,
     /// Seconds that `switch` changes patterns, and as long again without.
     #[arg(long, default_value = "15")]
     seconds: u64,
@@ -79,7 +78,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
                 let model = chosen_model(args)?;
                 engine::run(&release(&["microserving-engined", "microserving-routerd"])?, &model, &mut rows)?;
             }
-            What::Router => router::run(&mut rows, args.peers)?,
+            What::Router => router::run(&mut rows, &args.router)?,
             What::Switch => {
                 let binaries = release(&["microserving-engined", "microserving-routerd"])?;
                 switch::run(&binaries, &mut rows, args.seconds)?;

@@ -27,6 +27,51 @@ const REPEATS: usize = 3;
 const WARM_UP: Duration = Duration::from_millis(100);
 const MEASURED: Duration = Duration::from_millis(600);
 
+/// Options of `cargo xtask bench router`, to measure a part of it while one works on that.
+#[derive(Debug, clap::Args)]
+pub(super) struct Options {
+    /// For `router`: measure the routers that a user would pick instead beside it, installed from PyPI into the target folder.
+    #[arg(long)]
+    peers: bool,
+    /// For `router`: only prompts of these sizes in bytes, of 200, 2048 and 16384, separated by commas.
+    #[arg(long, value_delimiter = ',', value_parser = one_of(&PROMPT_BYTES))]
+    prompt_bytes: Vec<usize>,
+    /// For `router`: only these numbers of clients, of 1 and 64, separated by commas.
+    #[arg(long, value_delimiter = ',', value_parser = one_of(&CLIENTS))]
+    clients: Vec<usize>,
+    /// For `router`: only setups with one of these names, as the table shows them, separated by semicolons; direct calls are always
+    /// measured.
+    #[arg(long, value_delimiter = ';')]
+    setups: Vec<String>,
+}
+
+/// Takes one of the numbers that can be measured.
+fn one_of(numbers: &'static [usize]) -> impl Fn(&str) -> Result<usize, String> + Clone + Send + Sync {
+    move |text| {
+        let number = text.parse().ok().filter(|number| numbers.contains(number));
+        number.ok_or_else(|| format!("must be one of {numbers:?}"))
+    }
+}
+
+impl Options {
+    fn wants(&self, shape: &Shape) -> bool {
+        let within = |chosen: &[usize], number| chosen.is_empty() || chosen.contains(&number);
+        within(&self.prompt_bytes, shape.prompt_bytes) && within(&self.clients, shape.clients)
+    }
+
+    /// Leaves the setups that are wanted. An error if a name is none of theirs.
+    fn choose(&self, all: &[(Setup, String)]) -> Result<Vec<Setup>> {
+        for name in &self.setups {
+            let known = || all.iter().map(|(_, name)| name.as_str()).collect::<Vec<_>>().join("; ");
+            ensure!(all.iter().any(|(_, known)| known == name), "setup {name:?} is none of: {}", known());
+        }
+        let wanted = |setup: Setup, name: &String| {
+            setup == Setup::Direct || self.setups.is_empty() || self.setups.contains(name)
+        };
+        Ok(all.iter().filter(|(setup, name)| wanted(*setup, name)).map(|&(setup, _)| setup).collect())
+    }
+}
+
 /// The way of a request to the engines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Setup {
@@ -116,13 +161,14 @@ fn count(text: &[u8], part: &[u8]) -> usize {
 }
 
 /// Measures direct and routed calls over stub engines. An error if any request failed, after everything was shown.
-pub(crate) fn run(rows: &mut Rows, peers: bool) -> Result<()> {
-    let stage = Stage::start(peers)?;
+pub(super) fn run(rows: &mut Rows, options: &Options) -> Result<()> {
+    let stage = Stage::start(options.peers)?;
+    let setups = options.choose(&stage.setups())?;
     let mut next_number = 0;
     let mut lines = Vec::new();
     let (mut num_failed, mut failure) = (0, None);
-    for shape in Shape::all() {
-        for cell in stage.measure(shape, &mut next_number)? {
+    for shape in Shape::all().filter(|shape| options.wants(shape)) {
+        for cell in stage.measure(&setups, shape, &mut next_number)? {
             num_failed += cell.num_failed;
             failure = failure.or_else(|| cell.failure.clone());
             lines.push(cell.line());
@@ -215,7 +261,7 @@ impl Stage {
         Ok(Self { router, grpc_router, stubs, beside, cores })
     }
 
-    fn setups(&self) -> Vec<Setup> {
+    fn setups(&self) -> Vec<(Setup, String)> {
         let ours = [
             Setup::Direct,
             Setup::DataParallel,
@@ -225,7 +271,8 @@ impl Stage {
             Setup::DataParallelIds,
             Setup::PrefillDecodeIds,
         ];
-        ours.into_iter().chain((0..self.beside.len()).map(Setup::Beside)).collect()
+        let all = ours.into_iter().chain((0..self.beside.len()).map(Setup::Beside));
+        all.map(|setup| (setup, self.name(setup).to_owned())).collect()
     }
 
     fn name(&self, setup: Setup) -> &str {
@@ -251,8 +298,7 @@ impl Stage {
     }
 
     /// Measures every setup in turns, forwards and backwards, so that none has the quiet moments for itself.
-    fn measure(&self, shape: Shape, next_number: &mut u64) -> Result<Vec<Cell>> {
-        let setups = self.setups();
+    fn measure(&self, setups: &[Setup], shape: Shape, next_number: &mut u64) -> Result<Vec<Cell>> {
         let mut cells: Vec<Cell> =
             setups.iter().map(|&setup| Cell::new(setup, self.name(setup), shape)).collect();
         for repeat in 0..REPEATS {

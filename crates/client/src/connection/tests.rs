@@ -20,8 +20,9 @@ fn body(head_text: &str, bytes: &[u8], size: usize) -> io::Result<(String, bool)
 fn heads_say_what_matters() {
     let text = "HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/event-stream; charset=utf-8\r\nretry-after: 3\r\nX-Microserving-Relay: 1\r\nContent-Length: 5\r\n\r\n";
     let parsed = head(text).expect("a head").expect("whole");
-    assert_eq!((parsed.status, parsed.is_event_stream(), parsed.keep_alive), (503, true, true));
-    assert_eq!(parsed.headers["retry-after"], "3");
+    assert_eq!((parsed.status, parsed.is_event_stream, parsed.keep_alive), (503, true, true));
+    assert_eq!((parsed.retry_after, parsed.relay.as_deref()), (Some(Duration::from_secs(3)), Some("1")));
+    assert!(!parsed.is_success());
     assert_eq!(parsed.framing, Framing::Length(5));
     for len in 0..text.len() {
         assert!(head(&text[..len]).expect("not wrong yet").is_none(), "{len}");

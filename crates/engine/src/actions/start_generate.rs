@@ -93,7 +93,7 @@ impl Engine {
         let len = self.check_prompt(&call.prompt)?;
         check_bound("begin", call.begin, call.begin < len, &format!("below {len}, the prompt's length"))?;
         let most = self.config.max_choices;
-        check_bound("n", call.n, (1..=most).contains(&call.n), &format!("in [1, {most}]"))?;
+        check_bound("n", call.n, (1..=most).contains(&call.n), &format!("in [1, {most}] on this engine"))?;
         let last = most - call.n;
         let first = call.first_choice;
         check_bound("choice_index", first, first <= last, &format!("in [0, {last}]"))?;

@@ -251,6 +251,7 @@ proptest! {
                 transfer_micros: large[12], exposed_transfer_micros: large[13],
             },
             grpc: texts[1],
+            marks: texts[0],
         };
         let message = wire::StateResponse::try_from(view.clone()).expect("hex");
         prop_assert_eq!(StateView::from(sent(&message)), view);

@@ -31,6 +31,7 @@ impl TryFrom<StateView> for wire::StateResponse {
             draining,
             counters,
             grpc,
+            marks,
         } = view;
         Ok(Self {
             engine_id: engine_id.to_string(),
@@ -48,6 +49,7 @@ impl TryFrom<StateView> for wire::StateResponse {
             draining,
             counters: Some(counters.into()),
             grpc,
+            marks,
         })
     }
 }
@@ -70,6 +72,7 @@ impl From<wire::StateResponse> for StateView {
             draining,
             counters,
             grpc,
+            marks,
         } = message;
         Self {
             engine_id: EngineId::from(engine_id),
@@ -87,6 +90,7 @@ impl From<wire::StateResponse> for StateView {
             draining,
             counters: counters.unwrap_or_default().into(),
             grpc,
+            marks,
         }
     }
 }

@@ -87,6 +87,9 @@ pub struct StateView {
     /// The engine takes the calls over gRPC too, at the same port.
     #[serde(default)]
     pub grpc: bool,
+    /// The engine marks the answers of `start_generate` for a router that passes them on.
+    #[serde(default)]
+    pub marks: bool,
 }
 
 /// Counters since boot.

@@ -33,6 +33,19 @@ impl CompletionAssembler {
         }
     }
 
+    /// Appends the chunks in some whole events, as [`crate::sse_event`] frames them.
+    ///
+    /// # Errors
+    /// If one is no chunk; those before it have been appended.
+    pub fn push_events(&mut self, events: &[u8]) -> serde_json::Result<()> {
+        for line in events.split(|&byte| byte == b'\n') {
+            if let Some(data) = line.strip_prefix(b"data: ") {
+                self.push(serde_json::from_slice(data)?);
+            }
+        }
+        Ok(())
+    }
+
     /// Returns the answer, choices in order; `None` if no chunk came.
     #[must_use]
     pub fn finish(self) -> Option<CompletionResponse> {

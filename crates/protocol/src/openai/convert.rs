@@ -49,6 +49,11 @@ impl ChatStream {
         Self { begun: choices.into_iter().collect() }
     }
 
+    /// Notes that the client has had the beginning of a choice in another way.
+    pub fn note_begun(&mut self, choice: u32) {
+        self.begun.insert(choice);
+    }
+
     /// Turns the next chunk.
     pub fn convert(&mut self, chunk: CompletionResponse) -> ChatChunk {
         ChatChunk {

@@ -7,6 +7,7 @@ use microserving_protocol::{CompletionRequest, CompletionResponse, SeqId, Servin
 use tokio::time::Instant;
 
 use crate::Metrics;
+use crate::relay::Names;
 use crate::service::now_unix_seconds;
 use crate::stats::StatsCell;
 
@@ -70,6 +71,15 @@ impl Answer {
             metrics.first_token(&self.program, now - self.arrival);
         }
         self.last = Some(now);
+    }
+
+    /// Notes that events are passed on; the first ones say when the answer was made.
+    pub(crate) fn note_passed_on(&mut self, events: &[u8]) {
+        if self.begun.insert(0)
+            && let Some(names) = Names::read(events)
+        {
+            self.created = names.created;
+        }
     }
 
     /// Returns what the client gets for a chunk; nothing if it did not ask for what is in it.

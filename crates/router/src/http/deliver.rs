@@ -23,6 +23,7 @@ use crate::answering::Answering;
 use crate::attempts::{self, describe};
 use crate::metrics::RequestRecord;
 use crate::pattern::Chosen;
+use crate::program::Piece;
 use crate::stats::StatsCell;
 use crate::{Error, Program, Request, RouterService};
 
@@ -102,9 +103,9 @@ async fn whole(
     let seq_id = request.seq_id().clone();
     let metrics = &service.shared.metrics;
     let call = answer.call.clone();
-    let (whole, stats) = attempts::collect(&service.shared, &program, request, &call, || {
+    let (whole, stats) = attempts::collect(&service.shared, &program, request, &call, |num_tokens| {
         answer.note_chunk(metrics);
-        place.note_token();
+        place.note_tokens(num_tokens);
     })
     .await?;
     let whole = answer.whole(&seq_id, whole, &stats, metrics);
@@ -154,7 +155,7 @@ struct Events {
     seq_id: SeqId,
     answer: Answer,
     chat: Option<ChatStream>,
-    first: Option<CompletionResponse>,
+    first: Option<Piece>,
     /// Gone after the last event.
     rest: Option<Answering>,
     record: RequestRecord,
@@ -166,7 +167,7 @@ impl Events {
         service: &Arc<RouterService>,
         seq_id: SeqId,
         delivery: Delivery,
-        first: CompletionResponse,
+        first: Piece,
         rest: Answering,
         record: RequestRecord,
         place: Place,
@@ -202,12 +203,21 @@ impl Events {
     async fn next(&mut self) -> Option<Bytes> {
         loop {
             let rest = self.rest.as_mut()?;
-            let chunk = match self.first.take() {
+            let piece = match self.first.take() {
                 Some(first) => Ok(Some(first)),
                 None => rest.next().await,
             };
-            match chunk {
-                Ok(Some(chunk)) => {
+            match piece {
+                Ok(Some(Piece::Events(passed))) => {
+                    self.answer.note_chunk(&self.service.shared.metrics);
+                    self.place.note_tokens(u32::try_from(passed.tokens.len()).unwrap_or(u32::MAX));
+                    self.answer.note_passed_on(&passed.events);
+                    if let Some(chat) = &mut self.chat {
+                        chat.note_begun(0);
+                    }
+                    return Some(passed.events);
+                }
+                Ok(Some(Piece::Chunk(chunk))) => {
                     self.answer.note_chunk(&self.service.shared.metrics);
                     self.place.note_token();
                     let stats = rest.stats().clone();

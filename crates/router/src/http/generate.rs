@@ -106,14 +106,29 @@ impl Asked {
 
 /// A request that was read and turned into tokens.
 pub(super) struct Read {
-    /// Names its model, whether the client did or not: engines of another one must not get it.
+    /// Without its prompt. It names its model, whether the client did or not: engines of another one must not get it.
     completion: CompletionRequest,
     model: ModelCard,
     /// Empty if no engine of the model has a tokenizer that we know: then `written` is there.
     tokens: TokenIds,
     written: Option<Written>,
-    /// The prompt's own text, if the client sent text.
-    text: Option<String>,
+    text: Text,
+}
+
+/// The prompt's own text.
+enum Text {
+    /// The client sent tokens or messages.
+    Unknown,
+    /// Nobody asked for it.
+    Dropped,
+    /// For an echo.
+    Kept(String),
+}
+
+impl Text {
+    fn of(completion: &CompletionRequest, text: &str) -> Self {
+        if completion.echo { Self::Kept(text.to_owned()) } else { Self::Dropped }
+    }
 }
 
 impl Arrival {
@@ -156,9 +171,12 @@ impl Arrival {
                 // A client may make the deadline shorter, not longer.
                 call.deadline = Some(at + timeout.min(service.request_timeout));
             }
-            let read = in_time(&call, read(service, &call, asked)).await?;
-            let request = request(service, &read)?.with_kept(headers);
-            let place = in_time(&call, async { Ok(service.admit(inside, &request).await?) }).await?;
+            let read = in_time(call.deadline, read(service, &call, asked)).await?;
+            let mut request = request(service, &read)?.with_kept(headers);
+            if service.relay && !call.wants_stats {
+                request = request.for_door(door, read.completion.stream);
+            }
+            let place = in_time(call.deadline, async { Ok(service.admit(inside, &request).await?) }).await?;
             Ok::<_, Error>((place, read, request))
         };
         match ready.await {
@@ -168,6 +186,10 @@ impl Arrival {
                     record.set_pattern(chosen.program.name());
                 }
                 let chat = door == Door::Chats;
+                let text = match text {
+                    Text::Kept(text) => Some(text),
+                    Text::Unknown | Text::Dropped => None,
+                };
                 let delivery = Delivery::new(at, call, &chosen, model.id, &completion, text, chat);
                 Ok(deliver::deliver(service, request, delivery, record, place).await)
             }
@@ -192,8 +214,8 @@ fn enter(service: &RouterService) -> Result<OwnedSemaphorePermit, ApiError> {
 /// Returns what all calls of a request share.
 pub(super) fn call_context(service: &RouterService, id: String, headers: &HeaderMap) -> CallContext {
     CallContext {
-        request_id: Some(id),
-        traceparent: headers::traceparent(headers),
+        request_id: Some(id.into()),
+        traceparent: headers::traceparent(headers).map(Into::into),
         deadline: Some(Instant::now() + service.request_timeout),
         wants_stats: headers::wants_stats(headers),
     }
@@ -201,17 +223,19 @@ pub(super) fn call_context(service: &RouterService, id: String, headers: &Header
 
 pub(super) async fn read(service: &RouterService, call: &CallContext, asked: Asked) -> Result<Read, Error> {
     match asked {
-        Asked::Completion(completion) => {
+        Asked::Completion(mut completion) => {
             let model = service.model(completion.model.as_deref())?;
             let needs = service.needs(&model.id);
-            let completion = CompletionRequest { model: Some(model.id.clone()), ..completion };
+            completion.model = Some(model.id.clone());
             let written = needs.written.then(|| Written::Completion(completion.clone()));
-            let (tokens, text) = match &completion.prompt {
-                Prompt::Tokens(tokens) => (tokens.clone(), None),
-                Prompt::Text(text) if !needs.tokens => (TokenIds::default(), Some(text.clone())),
+            // A prompt may be long: it is moved from hand to hand, and its text copied only for who wants it back.
+            let (tokens, text) = match std::mem::take(&mut completion.prompt) {
+                Prompt::Tokens(tokens) => (tokens, Text::Unknown),
+                Prompt::Text(text) if !needs.tokens => (TokenIds::default(), Text::of(&completion, &text)),
                 Prompt::Text(text) => {
                     let codec = service.codecs.get(service.cluster(), call, &model.id).await?;
-                    (prompt::encode(codec, &model, text.clone(), true).await?.into(), Some(text.clone()))
+                    let kept = Text::of(&completion, &text);
+                    (prompt::encode(codec, &model, text, true).await?.into(), kept)
                 }
             };
             Ok(Read { completion, model, tokens, written, text })
@@ -227,7 +251,7 @@ pub(super) async fn read(service: &RouterService, call: &CallContext, asked: Ask
             } else {
                 TokenIds::default()
             };
-            Ok(Read { completion: chat.rest, model, tokens, written, text: None })
+            Ok(Read { completion: chat.rest, model, tokens, written, text: Text::Unknown })
         }
     }
 }
@@ -241,7 +265,7 @@ pub(crate) async fn read_again(
     seq_id: SeqId,
 ) -> Result<(Request, CompletionRequest), Error> {
     let (asked, _) = Asked::read(body, door).await?;
-    let read = in_time(call, read(service, call, asked)).await?;
+    let read = in_time(call.deadline, read(service, call, asked)).await?;
     Ok((named_request(service, &read, seq_id)?, read.completion))
 }
 
@@ -266,5 +290,5 @@ fn named_request(service: &RouterService, read: &Read, seq_id: SeqId) -> Result<
     if let Some(written) = read.written.clone() {
         request = request.written_as(written);
     }
-    Ok(if read.text.is_some() { request.without_echo() } else { request })
+    Ok(if matches!(read.text, Text::Unknown) { request } else { request.without_echo() })
 }

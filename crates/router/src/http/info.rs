@@ -65,7 +65,10 @@ async fn codec(
     model: Option<&str>,
 ) -> Result<(ModelCard, Codec), Failure> {
     let model = service.model(model)?;
-    let cx = CallContext { traceparent: headers::traceparent(headers), ..CallContext::within(PATIENCE) };
+    let cx = CallContext {
+        traceparent: headers::traceparent(headers).map(Into::into),
+        ..CallContext::within(PATIENCE)
+    };
     let codec = service.codecs.get(service.cluster(), &cx, &model.id).await?;
     Ok((model, codec))
 }

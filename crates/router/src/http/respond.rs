@@ -54,8 +54,10 @@ impl WholeBody {
             Ok(Err(error)) => {
                 let reason = error.to_string();
                 // The concrete type is in a crate that axum does not re-export; its message is part of its API docs.
-                let status = if reason == "length limit exceeded" { 413 } else { 400 };
-                Err(Failure(ApiError::new(status, format!("failed to buffer the request body: {reason}"))))
+                Err(Failure(match reason.as_str() {
+                    "length limit exceeded" => ApiError::too_large(max_bytes),
+                    _ => ApiError::new(400, format!("failed to buffer the request body: {reason}")),
+                }))
             }
             Err(_) => Err(Failure(ApiError::new(408, "the body did not arrive in time"))),
         }

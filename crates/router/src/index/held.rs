@@ -143,6 +143,11 @@ impl Routed {
         self.since.is_some_and(|since| now >= since + TURN)
     }
 
+    /// Brings what pages that are about to be put in will need into the cache.
+    pub(super) fn warm(&self, pages: impl Iterator<Item = PageHash> + Clone) {
+        self.young.warm(pages);
+    }
+
     pub(super) fn insert(&mut self, slot: Slot, page: PageHash) {
         self.young.insert(slot, page);
     }

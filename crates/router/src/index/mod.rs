@@ -155,18 +155,38 @@ impl PrefixIndex {
         now: Instant,
         engine: u32,
         num_pages: usize,
+        page: impl FnMut(usize) -> Option<PageHash>,
+    ) {
+        self.note_all(now, &[(engine, num_pages)], page);
+    }
+
+    /// As [`PrefixIndex::note`], for several engines at once: a page that is not in any cache is then looked for once.
+    pub fn note_all(
+        &self,
+        now: Instant,
+        holders: &[(u32, usize)],
         mut page: impl FnMut(usize) -> Option<PageHash>,
     ) {
         let mut inner = self.write();
         inner.routed.turn(now);
-        let Some(&slot) = inner.slots.get(&engine) else { return };
-        // From the end: what the engine has reported need not be believed as well, and what is before that it has reported too.
-        for pages in held::samples(num_pages) {
-            let Some(hash) = page(pages - 1) else { continue };
-            if inner.reported.holds(slot, hash) {
+        let slot_of = |&(engine, pages): &(u32, usize)| Some((*inner.slots.get(&engine)?, pages));
+        let mut holders: Vec<(Slot, usize)> = holders.iter().filter_map(slot_of).collect();
+        let longest = holders.iter().map(|&(_, pages)| pages).max().unwrap_or(0);
+        // From the end: what an engine has reported need not be believed as well, and what is before that it has reported too.
+        let named = |pages: usize| Some((pages, page(pages - 1)?));
+        let samples: Vec<(usize, PageHash)> = held::samples(longest).filter_map(named).collect();
+        inner.routed.warm(samples.iter().map(|&(_, hash)| hash));
+        for (pages, hash) in samples {
+            holders.retain(|&(slot, longest)| {
+                let reported = pages <= longest && inner.reported.holds(slot, hash);
+                if pages <= longest && !reported {
+                    inner.routed.insert(slot, hash);
+                }
+                !reported
+            });
+            if holders.is_empty() {
                 break;
             }
-            inner.routed.insert(slot, hash);
         }
     }
 

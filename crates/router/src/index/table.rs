@@ -9,6 +9,7 @@
 //! Nothing is ever rehashed or copied as it grows, so that no lookup waits for that. The number of heads follows from the bytes allowed, and
 //! the operating system provides their memory only as it is touched.
 
+use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use microserving_protocol::PageHash;
@@ -105,6 +106,18 @@ impl PageTable {
             entry.used.store(true, Ordering::Relaxed);
         }
         Some(Holding { holders: &entry.holders, latest: entry.latest })
+    }
+
+    /// Reads the places where pages are looked for, and nothing else. Each is far from the others and in no cache; read one after the
+    /// other with nothing in between, the processor waits for all of them together.
+    pub(super) fn warm(&self, pages: impl Iterator<Item = PageHash> + Clone) {
+        if self.is_empty() {
+            return;
+        }
+        let first = |page| self.heads[self.head(halves(page))];
+        black_box(pages.clone().fold(0, |all, page| all | first(page)));
+        let page_of = |id: u32| if id == NONE { 0 } else { self.entry(id).page[0] };
+        black_box(pages.fold(0, |all, page| all | page_of(first(page))));
     }
 
     /// Says whether an engine holds a page.

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tokio::time::Instant;
 
+use crate::ctx::Given;
 use crate::ids::Draws;
 use crate::relay::TextIndex;
 use crate::{Engine, HeldPrefix, Load, PrefixIndex, Request};
@@ -250,12 +251,18 @@ impl Placement {
         all.into_iter().map(|one| one.held.tokens).collect()
     }
 
-    /// Notes that an engine was given the first `end` tokens of a request, and so holds them soon.
-    pub(crate) fn note(&self, engine: &Engine, request: &Request, end: u32) {
-        let page_size = page_size(engine);
-        let num_pages = end.min(request.len()).checked_div(page_size).unwrap_or(0) as usize;
-        let mut pages = request.pages(page_size);
-        self.index.note(Instant::now(), engine.number(), num_pages, |depth| pages.get(depth));
+    /// Notes that engines were given the first so many tokens of a request, and so hold them soon.
+    pub(crate) fn note(&self, request: &Request, given: &[Given]) {
+        let mut left: Vec<(u32, u32, u32)> =
+            given.iter().map(|(engine, end)| (page_size(engine), engine.number(), *end)).collect();
+        while let Some(&(page_size, ..)) = left.first() {
+            let num_pages = |end: u32| end.min(request.len()).checked_div(page_size).unwrap_or(0) as usize;
+            let alike = left.iter().filter(|&&(size, ..)| size == page_size);
+            let holders: Vec<_> = alike.map(|&(_, engine, end)| (engine, num_pages(end))).collect();
+            let mut pages = request.pages(page_size);
+            self.index.note_all(Instant::now(), &holders, |depth| pages.get(depth));
+            left.retain(|&(size, ..)| size != page_size);
+        }
     }
 
     /// Drops what is believed of an engine's cache.

@@ -45,6 +45,7 @@ fn state(running: u32, queued: u64) -> StateView {
         queued_prefill_tokens: queued,
         draining: false,
         grpc: false,
+        marks: false,
         counters: CountersView::default(),
     }
 }
@@ -133,7 +134,7 @@ fn of_many_engines_the_holder_is_found() {
     let engines: Vec<_> = (0..500).map(|number| engine(3 * number)).collect();
     let _feeds: Vec<_> = engines.iter().map(|one| index.join(one.number()).expect("is new")).collect();
     let prompt = request(1, 800);
-    placement.note(&engines[321], &prompt, 800);
+    placement.note(&prompt, &[(engines[321].clone(), 800)]);
     // A holder that may not be chosen is no use.
     index.note(Instant::now(), 1, 50, |depth| prompt.pages(16).get(depth));
     for _ in 0..50 {

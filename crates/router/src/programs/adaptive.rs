@@ -46,6 +46,10 @@ impl Program for Adaptive {
         "adaptive"
     }
 
+    fn passes_on(&self) -> bool {
+        true
+    }
+
     async fn serve(&self, ctx: &Ctx, request: &Request) -> Result<TokenStream, Error> {
         let (mut d, p, split) = self.choose(ctx, request)?;
         let Some(mut p) = p else {

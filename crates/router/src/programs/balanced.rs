@@ -42,6 +42,10 @@ impl Program for Balanced {
         "balanced"
     }
 
+    fn passes_on(&self) -> bool {
+        true
+    }
+
     async fn serve(&self, ctx: &Ctx, request: &Request) -> Result<TokenStream, Error> {
         let mut d = ctx.decoder(request)?;
         let Some(mut p) = ctx.prefiller(request, &d) else {

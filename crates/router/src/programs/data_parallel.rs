@@ -26,6 +26,10 @@ impl Program for DataParallel {
         true
     }
 
+    fn passes_on(&self) -> bool {
+        true
+    }
+
     async fn serve(&self, ctx: &Ctx, request: &Request) -> Result<TokenStream, Error> {
         let d = ctx.decoder(request)?;
         d.start_generate(request, 0).await

@@ -37,6 +37,10 @@ impl Program for Migrate {
         "migrate"
     }
 
+    fn passes_on(&self) -> bool {
+        true
+    }
+
     async fn serve(&self, ctx: &Ctx, request: &Request) -> Result<TokenStream, Error> {
         let a = ctx.decoder(request)?;
         let b = ctx.another_decoder(request, &a);

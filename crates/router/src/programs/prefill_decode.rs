@@ -22,6 +22,10 @@ impl Program for PrefillDecode {
         "prefill_decode"
     }
 
+    fn passes_on(&self) -> bool {
+        true
+    }
+
     async fn serve(&self, ctx: &Ctx, request: &Request) -> Result<TokenStream, Error> {
         let mut d = ctx.decoder(request)?;
         let Some(mut p) = ctx.prefiller(request, &d) else {

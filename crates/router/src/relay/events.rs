@@ -136,7 +136,7 @@ impl Relayed {
             return Poll::Ready(News::Part(part));
         }
         if let (Some(fault), Some(seat)) = (self.fault.take(), &mut self.seat) {
-            return Poll::Ready(News::Failed(judge_fault(seat, &fault)));
+            return Poll::Ready(News::Failed(judge_fault(seat, "relay", &fault)));
         }
         while let Some((_, listed)) = &mut self.listed
             && let Poll::Ready(Some(order)) = listed.orders.poll_recv(cx)

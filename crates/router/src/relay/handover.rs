@@ -44,9 +44,9 @@ pub(super) struct Origin {
 
 /// What a relayed answer is called.
 #[derive(Clone, Debug, Deserialize)]
-pub(super) struct Names {
+pub(crate) struct Names {
     id: String,
-    created: u64,
+    pub(crate) created: u64,
     model: String,
 }
 
@@ -104,7 +104,7 @@ pub(super) fn finish_reason(event: &[u8]) -> Option<FinishReason> {
 
 impl Names {
     /// Reads them in the first event.
-    pub(super) fn read(events: &[u8]) -> Option<Self> {
+    pub(crate) fn read(events: &[u8]) -> Option<Self> {
         serde_json::from_slice(data(events).next()?).ok()
     }
 
@@ -120,14 +120,19 @@ impl Names {
 impl Shown {
     /// Says whether the client has the end of the text, and the usage behind it.
     pub(super) fn ending(&self) -> (bool, bool) {
-        let (mut finished, mut usage) = (false, false);
-        for event in data(&self.last).filter_map(|json| serde_json::from_slice::<Event>(json).ok()) {
-            finished |= event.choices.iter().any(|choice| choice.finish_reason.is_some());
-            // It is behind the last choice.
-            usage |= event.choices.is_empty();
-        }
-        (finished || usage, usage)
+        ending(&self.last)
     }
+}
+
+/// Says whether some events hold the end of the text, and the usage behind it.
+pub(crate) fn ending(events: &[u8]) -> (bool, bool) {
+    let (mut finished, mut usage) = (false, false);
+    for event in data(events).filter_map(|json| serde_json::from_slice::<Event>(json).ok()) {
+        finished |= event.choices.iter().any(|choice| choice.finish_reason.is_some());
+        // It is behind the last choice.
+        usage |= event.choices.is_empty();
+    }
+    (finished || usage, usage)
 }
 
 impl Origin {

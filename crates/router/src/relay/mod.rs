@@ -31,6 +31,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 use tracing::debug;
 
+pub(crate) use handover::{Names, ending};
 pub(crate) use texts::{Holder, TextIndex};
 
 use crate::admission::{Class, Place};
@@ -141,7 +142,9 @@ async fn ask(asked: &Asked<'_>, sketch: &Sketch<'_>, body: &Bytes) -> Option<Rel
         troubles: Troubles::default(),
         stats: StatsCell::default(),
         moves_kv: false,
+        passes_on: false,
         placed: Arc::default(),
+        senders: Arc::default(),
     };
     let mut seat = sit(service, ctx, sketch)?;
     let sent = Instant::now();
@@ -172,7 +175,7 @@ async fn ask(asked: &Asked<'_>, sketch: &Sketch<'_>, body: &Bytes) -> Option<Rel
             };
             let first = match first {
                 Ok(RelayPart { events, fault: Some(fault), .. }) if events.is_empty() => {
-                    Err(judge_fault(&mut seat, &fault))
+                    Err(judge_fault(&mut seat, "relay", &fault))
                 }
                 Ok(first) => Ok(first),
                 Err(error) => seat.judge("relay", Err(error)),
@@ -193,13 +196,13 @@ async fn ask(asked: &Asked<'_>, sketch: &Sketch<'_>, body: &Bytes) -> Option<Rel
 }
 
 /// Notes what an event that is not for the client says about the engine.
-fn judge_fault(seat: &mut Seat, fault: &[u8]) -> Error {
+pub(crate) fn judge_fault(seat: &mut Seat, call: &'static str, fault: &[u8]) -> Error {
     if handover::finish_reason(fault) == Some(FinishReason::Preempt) {
         seat.note_preempted();
         return Error::Preempted { engine: seat.engine().name().to_owned() };
     }
     let fault = relayed_fault(seat.engine().name(), fault);
-    match seat.judge::<()>("relay", Err(fault)) {
+    match seat.judge::<()>(call, Err(fault)) {
         Err(error) => error,
         Ok(()) => Error::Incomplete { engine: seat.engine().name().to_owned() },
     }

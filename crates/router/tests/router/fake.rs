@@ -359,6 +359,7 @@ impl EngineCalls for Fake {
             draining: false,
             counters: Default::default(),
             grpc: false,
+            marks: false,
         })
     }
 

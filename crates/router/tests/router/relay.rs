@@ -21,7 +21,11 @@ use crate::fake::{Act, Answer, Fake, MODEL, Tweak, World};
 
 /// A scripted engine whose doors for clients can be relayed: they answer by the script of `start_generate`.
 #[derive(Debug)]
-struct Relaying(Arc<dyn EngineCalls>);
+struct Relaying {
+    engine: Arc<dyn EngineCalls>,
+    /// It marks the answers of `start_generate`, too.
+    marks: bool,
+}
 
 /// An engine of an older version: it knows the doors and not the marks.
 #[derive(Debug)]
@@ -29,7 +33,13 @@ struct Unmarked(Arc<dyn EngineCalls>);
 
 fn relaying(config: &mut RouterConfig) {
     for spec in &mut config.engines {
-        spec.calls = Arc::new(Relaying(spec.calls.clone()));
+        spec.calls = Arc::new(Relaying { engine: spec.calls.clone(), marks: false });
+    }
+}
+
+fn marking(config: &mut RouterConfig) {
+    for spec in &mut config.engines {
+        spec.calls = Arc::new(Relaying { engine: spec.calls.clone(), marks: true });
     }
 }
 
@@ -112,56 +122,65 @@ fn events(chunks: ChunkStream, door: Door, include_usage: bool) -> RelayStream {
 #[async_trait]
 impl EngineCalls for Relaying {
     fn name(&self) -> &str {
-        self.0.name()
+        self.engine.name()
     }
     async fn prep_recv(
         &self,
         cx: &CallContext,
         request: &PrepRecvRequest,
     ) -> Result<PrepRecvResponse, ClientError> {
-        self.0.prep_recv(cx, request).await
+        self.engine.prep_recv(cx, request).await
     }
     async fn remote_send(
         &self,
         cx: &CallContext,
         request: &RemoteSendRequest,
     ) -> Result<RemoteSendResponse, ClientError> {
-        self.0.remote_send(cx, request).await
+        self.engine.remote_send(cx, request).await
     }
     async fn start_generate(
         &self,
         cx: &CallContext,
         request: &StartGenerateRequest,
     ) -> Result<ChunkStream, ClientError> {
-        self.0.start_generate(cx, request).await
+        self.engine.start_generate(cx, request).await
     }
     async fn abort(&self, cx: &CallContext, request: &AbortRequest) -> Result<AbortResponse, ClientError> {
-        self.0.abort(cx, request).await
+        self.engine.abort(cx, request).await
     }
     async fn commit(&self, cx: &CallContext, request: &CommitRequest) -> Result<CommitResponse, ClientError> {
-        self.0.commit(cx, request).await
+        self.engine.commit(cx, request).await
     }
     async fn completions(
         &self,
         cx: &CallContext,
         request: &CompletionRequest,
     ) -> Result<ChunkStream, ClientError> {
-        self.0.completions(cx, request).await
+        self.engine.completions(cx, request).await
     }
     async fn models(&self, cx: &CallContext) -> Result<ModelList, ClientError> {
-        self.0.models(cx).await
+        self.engine.models(cx).await
     }
     async fn state(&self, cx: &CallContext) -> Result<StateView, ClientError> {
-        self.0.state(cx).await
+        Ok(StateView { marks: self.marks, ..self.engine.state(cx).await? })
     }
     async fn ready(&self, cx: &CallContext) -> Result<(), ClientError> {
-        self.0.ready(cx).await
+        self.engine.ready(cx).await
     }
     async fn tokenizer(&self, cx: &CallContext) -> Result<Value, ClientError> {
-        self.0.tokenizer(cx).await
+        self.engine.tokenizer(cx).await
     }
     fn may_relay(&self) -> bool {
         true
+    }
+    async fn start_relayed(
+        &self,
+        cx: &CallContext,
+        request: &StartGenerateRequest,
+        door: Door,
+    ) -> Result<Option<Relayed>, ClientError> {
+        let chunks = self.engine.start_generate(cx, request).await?;
+        Ok(Some(Relayed::Stream(events(chunks, door, false))))
     }
     async fn relay(
         &self,
@@ -172,7 +191,7 @@ impl EngineCalls for Relaying {
         let refused = |error| ClientError::Refused { engine: self.name().to_owned(), error: Box::new(error) };
         let completion = read(door, &body.concat()).map_err(refused)?;
         let (stream, options) = (completion.stream, completion.stream_options.unwrap_or_default());
-        let mut chunks = self.0.start_generate(cx, &generate(completion)).await?;
+        let mut chunks = self.engine.start_generate(cx, &generate(completion)).await?;
         if stream {
             return Ok(Some(Relayed::Stream(events(chunks, door, options.include_usage))));
         }
@@ -331,6 +350,89 @@ async fn both_ways_answer_alike() {
         assert_eq!(answers[0].0[i], answers[1].0[i], "{path} {body}");
     }
     assert_eq!(answers[0].1, answers[1].1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_prepared_answer_is_passed_on_as_it_would_be_written() {
+    let bodies = [
+        (true, COMPLETIONS, r#"{"prompt":"hello","max_tokens":4,"stream":true}"#),
+        (
+            true,
+            COMPLETIONS,
+            r#"{"prompt":"hello","max_tokens":4,"stream":true,"stream_options":{"include_usage":true}}"#,
+        ),
+        (true, COMPLETIONS, r#"{"prompt":"hello","max_tokens":4}"#),
+        (true, CHAT, r#"{"messages":[{"role":"user","content":"hi"}],"max_tokens":3}"#),
+        (true, CHAT, r#"{"messages":[{"role":"user","content":"hi"}],"max_tokens":3,"stream":true}"#),
+        (false, COMPLETIONS, r#"{"prompt":"hello","max_tokens":4,"n":2,"stream":true}"#),
+        (false, COMPLETIONS, r#"{"prompt":"hello","max_tokens":4,"echo":true}"#),
+        (
+            false,
+            COMPLETIONS,
+            r#"{"prompt":"hello","stream":true,"stream_options":{"include_usage":true,"continuous_usage_stats":true}}"#,
+        ),
+    ];
+    let mut answers = Vec::new();
+    for (marks, tweak) in [(true, marking as Tweak), (false, relaying)] {
+        let (p, d) = (Fake::new("p"), Fake::new("d"));
+        p.set_prefill_cached(2);
+        let world = World::with(&[(&p, Role::Prefill), (&d, Role::Decode)], "prefill_decode", tweak).await;
+        let mut seen = Vec::new();
+        for (passes, path, body) in bodies {
+            let answer = world.call("POST", path, &[], body).await;
+            assert_eq!(answer.status, 200, "{body}: {}", answer.body);
+            // Who passes the answer on asks for no more than its client.
+            let asked = d.last("start_generate").body;
+            assert_eq!(asked.get("return_token_ids").is_none(), marks && passes, "{body}: {asked}");
+            seen.push(values(&answer));
+        }
+        let metrics = world.get("/metrics").await.body;
+        let mut counted: Vec<_> =
+            metrics.lines().filter(|line| line.contains("_tokens_total")).map(str::to_owned).collect();
+        counted.sort();
+        answers.push((seen, counted));
+        world.end().await;
+    }
+    for (i, (_, path, body)) in bodies.iter().enumerate() {
+        assert_eq!(answers[0].0[i], answers[1].0[i], "{path} {body}");
+    }
+    assert_eq!(answers[0].1, answers[1].1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_passed_on_answer_that_loses_its_engine_goes_on() {
+    let mut num_lost = 0;
+    for stream in [false, true] {
+        for k in 0..=4 {
+            let failed = ApiError::internal("boom");
+            for act in [Act::BreakAfter(k), Act::FailAfter(k, failed), Act::PreemptAfter(k), Act::EndAfter(k)]
+            {
+                let (a, b) = (Fake::new("a"), Fake::new("b"));
+                a.on_generate(act.clone());
+                let world = World::with(&[(&a, Role::Any), (&b, Role::Any)], "prefill_decode", marking).await;
+                let body = format!(
+                    r#"{{"prompt":"hello","max_tokens":4,"stream":{stream},"stream_options":{{"include_usage":true}}}}"#
+                );
+                let answer = world.complete(&body).await;
+                assert_eq!(answer.status, 200, "{act:?}: {}", answer.body);
+                let text = if stream { answer.streamed_text() } else { answer.text() };
+                assert_eq!(text, "abcd", "{act:?} {stream}: {}", answer.body);
+                let (last, created): (Value, Vec<Value>) = match stream {
+                    false => (answer.json(), Vec::new()),
+                    true => {
+                        let events = answer.events();
+                        let created = events.iter().map(|event| event["created"].clone()).collect();
+                        (events.last().expect("an event").clone(), created)
+                    }
+                };
+                assert_eq!(last["usage"]["completion_tokens"], 4, "{act:?} {stream}: {}", answer.body);
+                assert!(created.windows(2).all(|two| two[0] == two[1]), "{act:?}: {created:?}");
+                num_lost += usize::from(a.calls().contains(&"start_generate"));
+                world.end().await;
+            }
+        }
+    }
+    assert!(num_lost > 20, "{num_lost}");
 }
 
 #[tokio::test(start_paused = true)]

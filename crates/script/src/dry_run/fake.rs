@@ -206,6 +206,7 @@ impl EngineCalls for FakeEngine {
             draining: false,
             counters: Default::default(),
             grpc: false,
+            marks: false,
         })
     }
 

@@ -6,13 +6,13 @@ use axum::Extension;
 use axum::extract::State;
 use axum::response::Response;
 use http::HeaderMap;
-use microserving_protocol::{ApiError, StartGenerateRequest, normalise_begin};
+use microserving_protocol::{ApiError, RELAY_HEADER, StartGenerateRequest, normalise_begin};
 
 use super::key_of;
 use crate::answer::Answer;
 use crate::app::App;
 use crate::body::WholeBody;
-use crate::deliver::{Delivery, deliver};
+use crate::deliver::{Delivery, Marks, deliver};
 use crate::errors::Failure;
 use crate::generate::{Generation, generate, parameters, wants_stats};
 use crate::prompt;
@@ -26,8 +26,22 @@ pub(crate) async fn start_generate(
     body: WholeBody,
 ) -> Result<Response, Failure> {
     let request = body.parse(StartGenerateRequest::from_json).await?;
-    let (answer, delivery) = serve(&app, request, arrival, wants_stats(&headers)).await?;
-    Ok(deliver(answer, delivery).await?)
+    let (marks, chat) = marks(&headers)?;
+    let (answer, delivery) = serve(&app, request, arrival, wants_stats(&headers), marks).await?;
+    Ok(deliver(answer, Delivery { chat, ..delivery }).await?)
+}
+
+/// Returns what a router that passes the answer on wants marked, and whether it is to be written as a chat.
+fn marks(headers: &HeaderMap) -> Result<(Marks, bool), ApiError> {
+    let Some(value) = headers.get(RELAY_HEADER) else { return Ok((Marks::Nothing, false)) };
+    match value.as_bytes() {
+        b"completion" => Ok((Marks::Tokens, false)),
+        b"chat" => Ok((Marks::Tokens, true)),
+        _ => {
+            let message = format!("{RELAY_HEADER} is {value:?}, must be completion or chat on this call");
+            Err(ApiError::bad_request(RELAY_HEADER, message))
+        }
+    }
 }
 
 /// Serves the call, whatever wire it came over.
@@ -36,6 +50,7 @@ pub(crate) async fn serve(
     request: StartGenerateRequest,
     arrival: Arrival,
     stats: bool,
+    marks: Marks,
 ) -> Result<(Answer, Delivery), ApiError> {
     let params = parameters(app, &request.completion, request.call.seq_id.as_ref())?;
     let key = key_of(&request.call)?;
@@ -56,7 +71,7 @@ pub(crate) async fn serve(
         None => format!("cmpl-{}", crate::random::hex_id()),
     };
     let delivery =
-        Delivery { stream: params.stream, include_usage: params.include_usage, chat: false, relay: false };
+        Delivery { stream: params.stream, include_usage: params.include_usage, chat: false, marks };
     let generation = Generation {
         id,
         key,
@@ -68,7 +83,7 @@ pub(crate) async fn serve(
         resume_from: request.resume_from,
         timeout: request.call.timeout,
         stats,
-        relay: false,
+        marks,
     };
     Ok((generate(app, generation, params, arrival).await?, delivery))
 }

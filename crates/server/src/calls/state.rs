@@ -38,6 +38,7 @@ fn view(info: &EngineInfo, config: &ServerConfig, state: EngineState) -> StateVi
         draining: state.draining,
         counters: counters(state.counters),
         grpc: config.grpc,
+        marks: true,
     }
 }
 

@@ -12,7 +12,7 @@ use crate::app::App;
 use crate::body::WholeBody;
 use crate::deliver::{Delivery, deliver};
 use crate::errors::Failure;
-use crate::generate::{Generation, generate, parameters, wants_marks, wants_stats};
+use crate::generate::{Generation, generate, marks, parameters, wants_stats};
 use crate::prompt;
 use crate::tracking::Arrival;
 
@@ -32,8 +32,8 @@ pub(crate) async fn chat_completions(
     let params = parameters(&app, &request.rest, None)?;
     let prompt = prompt::chat_tokens(&app, request.messages).await?;
     let generated_from = prompt::len(&prompt)?;
-    let relay = wants_marks(&headers);
-    let delivery = Delivery { stream: params.stream, include_usage: params.include_usage, chat: true, relay };
+    let marks = marks(&headers);
+    let delivery = Delivery { stream: params.stream, include_usage: params.include_usage, chat: true, marks };
     let generation = Generation {
         id: format!("cmpl-{}", crate::random::hex_id()),
         key: None,
@@ -45,7 +45,7 @@ pub(crate) async fn chat_completions(
         resume_from: None,
         timeout,
         stats: wants_stats(&headers),
-        relay,
+        marks,
     };
     let answer = generate(&app, generation, params, arrival).await?;
     Ok(deliver(answer, delivery).await?)

@@ -12,7 +12,7 @@ use crate::app::App;
 use crate::body::WholeBody;
 use crate::deliver::{Delivery, deliver};
 use crate::errors::Failure;
-use crate::generate::{Generation, generate, parameters, wants_marks, wants_stats};
+use crate::generate::{Generation, generate, marks, parameters, wants_stats};
 use crate::prompt;
 use crate::tracking::Arrival;
 
@@ -33,9 +33,9 @@ pub(crate) async fn completions(
     let prompt_text = prompt::text_of(&request.prompt);
     let prompt = prompt::tokens(&app, request.prompt).await?;
     let generated_from = prompt::len(&prompt)?;
-    let relay = wants_marks(&headers);
+    let marks = marks(&headers);
     let delivery =
-        Delivery { stream: params.stream, include_usage: params.include_usage, chat: false, relay };
+        Delivery { stream: params.stream, include_usage: params.include_usage, chat: false, marks };
     let generation = Generation {
         id: format!("cmpl-{}", crate::random::hex_id()),
         key: None,
@@ -47,7 +47,7 @@ pub(crate) async fn completions(
         resume_from: None,
         timeout,
         stats: wants_stats(&headers),
-        relay,
+        marks,
     };
     let answer = generate(&app, generation, params, arrival).await?;
     Ok(deliver(answer, delivery).await?)

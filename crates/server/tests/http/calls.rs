@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
+use http::Method;
+use microserving_protocol::RelayCutter;
 use serde_json::{Value, json};
 
-use crate::support::{Node, Settings, completion, one, over, prompt, two, with};
+use crate::support::{Answer, Node, Settings, completion, one, over, prompt, two, with};
 use crate::wires::Wire;
 
 over_both_wires! {
@@ -276,4 +278,54 @@ async fn first_events(d: &Node, query: &str, count: usize) -> Vec<Value> {
         .filter_map(|line| line.strip_prefix("data: "))
         .map(|json| serde_json::from_str(json).unwrap())
         .collect()
+}
+
+#[tokio::test]
+async fn a_marked_answer_tells_every_token_and_shows_what_others_do() {
+    const PATH: &str = "/microserving/start_generate";
+    let node = one(&Settings::default()).await;
+    let body = |key: &str, ids: bool| {
+        let fields = json!({
+            "seq_id": key, "begin": 0, "stream": true, "seed": 5, "temperature": 1.0, "stop": ["ab", "never"],
+            "return_token_ids": ids,
+        });
+        with(completion(&prompt(20, 5), 60), fields)
+    };
+    let without_names = |mut event: Value| {
+        event["id"] = json!("");
+        event["created"] = json!(0);
+        event
+    };
+    let plain: Vec<Value> =
+        node.post(PATH, &body("a", false)).await.events().into_iter().map(without_names).collect();
+    let told = node.post(PATH, &body("b", true)).await.events();
+    let tokens: Vec<Value> =
+        told.iter().flat_map(|event| event["choices"][0]["token_ids"].as_array().unwrap().clone()).collect();
+    assert!(plain.len() < tokens.len(), "no text was held back");
+    for form in ["completion", "chat"] {
+        let mut request = node.request(Method::POST, PATH, body(form, false).to_string());
+        request.headers_mut().insert("x-microserving-relay", form.parse().unwrap());
+        let marked = node.send(request).await;
+        assert_eq!(marked.header("x-microserving-relay"), "1");
+        let part = RelayCutter::default().push(marked.body.clone().into()).unwrap();
+        assert_eq!(json!(part.tokens), json!(tokens), "{form}");
+        let bare = marked.body.lines().zip(marked.body.lines().skip(1));
+        let num_bare = bare.filter(|(mark, next)| mark.starts_with(": ") && next.is_empty()).count();
+        assert_eq!(num_bare, tokens.len() - plain.len(), "{form}: {}", marked.body);
+        assert_eq!(part.usage.unwrap().completion_tokens as usize, tokens.len(), "{form}");
+        let events = Answer { body: String::from_utf8(part.events.to_vec()).unwrap(), ..marked }.events();
+        if form == "completion" {
+            assert_eq!(events.into_iter().map(without_names).collect::<Vec<_>>(), plain);
+        } else {
+            let text = |event: &Value| event["choices"][0]["delta"]["content"].as_str().map(str::to_owned);
+            let plain_text = |event: &Value| event["choices"][0]["text"].as_str().map(str::to_owned);
+            let (chat, plain): (String, String) =
+                (events.iter().filter_map(text).collect(), plain.iter().filter_map(plain_text).collect());
+            assert_eq!(chat, plain);
+        }
+    }
+    let mut request = node.request(Method::POST, PATH, body("c", false).to_string());
+    request.headers_mut().insert("x-microserving-relay", "1".parse().unwrap());
+    let refused = node.send(request).await;
+    assert_eq!((refused.status, &refused.json()["error"]["param"]), (400, &json!("x-microserving-relay")));
 }

@@ -303,6 +303,7 @@ impl SimEngine {
             draining: false,
             counters: CountersView::default(),
             grpc: false,
+            marks: false,
         }
     }
 }
