@@ -99,6 +99,7 @@ impl HttpEngineClient {
         Ok(Some(Relayed::Whole { body: self.body(cx, body).await?, usage }))
     }
 }
+
 /// A marked stream that is being cut. Dropping it before its end closes the connection.
 pub(crate) struct RelayedEvents {
     engine: String,
