@@ -87,3 +87,13 @@ fn run(command: Command) -> Result<()> {
         Command::Configuration(args) => configuration::run(&args),
     }
 }
+
+#[cfg(test)]
+mod command_line {
+    use clap::CommandFactory as _;
+
+    #[test]
+    fn every_command_can_be_parsed() {
+        super::Args::command().debug_assert();
+    }
+}

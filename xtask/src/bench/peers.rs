@@ -26,6 +26,7 @@ use test::{Kind, Test};
 
 /// Options of `cargo xtask bench peers`.
 #[derive(Debug, clap::Args)]
+#[group(id = "peers_options")]
 pub(crate) struct Options {
     /// For `peers`: models by their names in `cargo xtask model`, separated by commas.
     #[arg(long, value_delimiter = ',', default_value = MODELS)]

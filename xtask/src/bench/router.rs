@@ -29,6 +29,7 @@ const MEASURED: Duration = Duration::from_millis(600);
 
 /// Options of `cargo xtask bench router`, to measure a part of it while one works on that.
 #[derive(Debug, clap::Args)]
+#[group(id = "router_options")]
 pub(super) struct Options {
     /// For `router`: measure the routers that a user would pick instead beside it, installed from PyPI into the target folder.
     #[arg(long)]
