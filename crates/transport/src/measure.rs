@@ -35,8 +35,8 @@ pub struct Figures {
     pub put_bytes: usize,
     /// From the first put to the end of the claim.
     pub put: Speeds,
-    /// While the transport was writing.
-    pub busy: Speeds,
+    /// While the transport was writing; nothing if it does not say how long that was.
+    pub busy: Option<Speeds>,
     /// The processor's own copy.
     pub memcpy: Speeds,
 }
@@ -45,6 +45,8 @@ impl Figures {
     /// Returns the figures as an object of JSON, under a name for how the transport was set up.
     #[must_use]
     pub fn to_json(&self, transport: &str, mode: &str) -> String {
+        let busy =
+            |of: fn(Speeds) -> f64| self.busy.map_or_else(|| "null".to_owned(), |busy| of(busy).to_string());
         format!(
             "{{\"transport\":\"{transport}\",\"mode\":\"{mode}\",\"put_bytes\":{},\"round_bytes\":{ROUND_BYTES},\"rounds\":{ROUNDS},\
              \"put_gb_per_second\":{},\"put_gb_per_second_best\":{},\"busy_gb_per_second\":{},\"busy_gb_per_second_best\":{},\
@@ -52,8 +54,8 @@ impl Figures {
             self.put_bytes,
             self.put.median,
             self.put.best,
-            self.busy.median,
-            self.busy.best,
+            busy(|busy| busy.median),
+            busy(|busy| busy.best),
             self.memcpy.median,
             self.memcpy.best,
             self.put.median / self.memcpy.median
@@ -171,7 +173,8 @@ pub fn send(
                 copies.push(copy);
             }
         }
-        let (put, busy, memcpy) = (Speeds::of(puts), Speeds::of(busy), Speeds::of(copies));
+        let is_told = busy.iter().all(|seconds| *seconds > 0.0);
+        let (put, busy, memcpy) = (Speeds::of(puts), is_told.then(|| Speeds::of(busy)), Speeds::of(copies));
         figures.push(Figures { put_bytes, put, busy, memcpy });
     }
     Ok(figures)

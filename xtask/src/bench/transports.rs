@@ -79,7 +79,7 @@ fn bandwidth_line(result: &Value) -> Result<Vec<String>> {
         text("mode")?,
         format!("{}", figure("put_bytes")? / 1024.0),
         format!("{:.2}", figure("put_gb_per_second")?),
-        format!("{:.2}", figure("busy_gb_per_second")?),
+        figure("busy_gb_per_second").map_or_else(|_| "–".to_owned(), |busy| format!("{busy:.2}")),
         format!("{:.2}", figure("memcpy_gb_per_second")?),
         format!("{:.2}", figure("ratio")?),
     ])
