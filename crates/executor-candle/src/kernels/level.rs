@@ -103,6 +103,12 @@ impl Kernels {
         level.is_supported().then(|| Self { level, wants_hints: is_intel() })
     }
 
+    /// Chooses for the processor, so that tests run both ways on any.
+    #[cfg(test)]
+    pub(crate) const fn with_hints(self, wants_hints: bool) -> Self {
+        Self { wants_hints, ..self }
+    }
+
     /// Returns the level.
     pub(crate) const fn level(self) -> KernelLevel {
         self.level

@@ -22,8 +22,10 @@ impl Random {
     }
 }
 
+/// Every level of this machine, as processors that want hints take it and as others do.
 pub(super) fn all_kernels() -> Vec<Kernels> {
-    KernelLevel::ALL.into_iter().filter_map(Kernels::new).collect()
+    let levels = KernelLevel::ALL.into_iter().filter_map(Kernels::new);
+    levels.flat_map(|kernels| [false, true].map(|hints| kernels.with_hints(hints))).collect()
 }
 
 #[test]
