@@ -5,6 +5,9 @@
 #![allow(clippy::print_stdout, reason = "printing is what it is for")]
 #![allow(clippy::disallowed_types, reason = "a measurement wants the real clock")]
 
+#[cfg(target_arch = "x86_64")]
+mod tiles;
+
 use std::error::Error;
 use std::hint::black_box;
 use std::sync::Barrier;
@@ -148,13 +151,20 @@ mod x86 {
     kernel!(fma_ymm, "vfmadd231ps ymm" # ", ymm14, ymm15");
 
     use super::RegisterKernel;
+    use super::tiles;
+
+    const fn tile_kernel(instruction: &'static str, run: fn(u64)) -> Option<RegisterKernel> {
+        Some(RegisterKernel { instruction, operations: tiles::OPERATIONS as u64, run })
+    }
 
     const fn kernel(instruction: &'static str, operations: u64, run: fn(u64)) -> Option<RegisterKernel> {
         Some(RegisterKernel { instruction, operations: 12 * operations, run })
     }
 
     pub(super) fn int8() -> Option<RegisterKernel> {
-        if is_x86_feature_detected!("avx512vnni") {
+        if tiles::is_available() {
+            tile_kernel("tdpbssd over 32 inputs", tiles::tdpbssd)
+        } else if is_x86_feature_detected!("avx512vnni") {
             kernel("vpdpbusd, 512 bits", 128, vpdpbusd_zmm)
         } else if is_x86_feature_detected!("avxvnni") {
             kernel("vpdpbusd, 256 bits", 64, vpdpbusd_ymm)
@@ -166,7 +176,9 @@ mod x86 {
     }
 
     pub(super) fn bf16() -> Option<RegisterKernel> {
-        if is_x86_feature_detected!("avx512bf16") {
+        if tiles::is_available() {
+            tile_kernel("tdpbf16ps", tiles::tdpbf16ps)
+        } else if is_x86_feature_detected!("avx512bf16") {
             kernel("vdpbf16ps, 512 bits", 64, vdpbf16ps)
         } else {
             // Widened, they are multiplied as f32.

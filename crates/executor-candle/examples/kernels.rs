@@ -18,6 +18,8 @@ mod kernels;
 mod pool;
 #[path = "../src/products.rs"]
 mod products;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 #[path = "../src/weights.rs"]
 mod weights;
 
@@ -116,7 +118,7 @@ mod peaks {
     use std::arch::x86_64::*;
     use std::hint::black_box;
 
-    use super::{Form, KernelLevel, Quants};
+    use super::{Form, KernelLevel, Quants, tiles};
 
     /// Repeats the innermost instructions of a form; returns the operations (two for each product and sum) done.
     ///
@@ -131,12 +133,17 @@ mod peaks {
                 (KernelLevel::Avx2, Form::Quantised(Quants::Q8_0)) => avx2_eight(turns),
                 (KernelLevel::Avx2, Form::Quantised(_)) => avx2_four(turns),
                 (KernelLevel::Avx512Bf16, Form::Bf16) => avx512_bf16(turns),
-                (KernelLevel::Avx512 | KernelLevel::Avx512Bf16, Form::F32 | Form::F16 | Form::Bf16) => {
-                    avx512_floats(turns)
-                }
+                (KernelLevel::Amx, Form::Bf16) => tiled(tiles::tdpbf16ps, turns),
+                (KernelLevel::Amx, Form::Quantised(_)) => tiled(tiles::tdpbssd, turns),
                 (KernelLevel::Avx512 | KernelLevel::Avx512Bf16, Form::Quantised(_)) => avx512_bytes(turns),
+                (KernelLevel::Avx512 | KernelLevel::Avx512Bf16 | KernelLevel::Amx, _) => avx512_floats(turns),
             }
         }
+    }
+
+    fn tiled(kernel: fn(u64), turns: usize) -> usize {
+        kernel(turns as u64);
+        turns * tiles::OPERATIONS
     }
 
     #[target_feature(enable = "avx2,fma")]

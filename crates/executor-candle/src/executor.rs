@@ -12,6 +12,7 @@ use crate::forward::Model;
 use crate::kernels::{KernelLevel, Kernels, WIDE_ROWS};
 use crate::load::build;
 use crate::pool::Pool;
+use crate::weights::Form;
 
 /// Runs one model on the CPU.
 ///
@@ -59,10 +60,12 @@ impl CandleExecutor {
             .map_err(|err| ExecutorError::Device { reason: format!("threads: {err}") })?;
         let weights = build(&*source, config.dtype, &mut pool, progress)?;
         let shape = source.config().clone();
+        let forms = weights.forms.iter().map(|form| form.name()).collect::<Vec<_>>().join("+");
+        let arithmetic = level.arithmetic(weights.forms.contains(&Form::Bf16));
         tracing::info!(
             path = %config.path.display(),
             architecture = shape.architecture.name(),
-            forms = weights.forms,
+            forms,
             kernels = level.name(),
             weight_bytes = weights.arena.num_bytes(),
             "model loaded"
@@ -74,7 +77,7 @@ impl CandleExecutor {
             head_dim: shape.head_dim as u32,
             dtype: config.kv_dtype,
             model_hash: weights.hash,
-            numeric_mode: format!("{}/{level}", weights.forms),
+            numeric_mode: format!("{forms}/{arithmetic}"),
             tp_rank: 0,
             tp_size: 1,
         };

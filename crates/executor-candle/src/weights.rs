@@ -89,7 +89,9 @@ impl Form {
     pub(crate) const fn activation(self, kernels: Kernels) -> Activation {
         match self {
             Self::F32 | Self::F16 => Activation::F32,
-            Self::Bf16 if matches!(kernels.level(), KernelLevel::Avx512Bf16) => Activation::Bf16,
+            Self::Bf16 if matches!(kernels.level(), KernelLevel::Avx512Bf16 | KernelLevel::Amx) => {
+                Activation::Bf16
+            }
             Self::Bf16 => Activation::Rounded,
             Self::Quantised(_) => Activation::Q8,
         }

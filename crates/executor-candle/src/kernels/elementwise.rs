@@ -39,7 +39,7 @@ macro_rules! per_level {
                     KernelLevel::Avx2 => unsafe { avx2($($arg),*) },
                     #[cfg(target_arch = "x86_64")]
                     // SAFETY: as above.
-                    KernelLevel::Avx512 | KernelLevel::Avx512Bf16 => unsafe { avx512($($arg),*) },
+                    KernelLevel::Avx512 | KernelLevel::Avx512Bf16 | KernelLevel::Amx => unsafe { avx512($($arg),*) },
                     _ => body($($arg),*),
                 }
             }
@@ -189,7 +189,9 @@ impl Kernels {
             KernelLevel::Avx2 => unsafe { super::avx2::narrow_f16(from, to) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
-            KernelLevel::Avx512 | KernelLevel::Avx512Bf16 => unsafe { super::avx512::narrow_f16(from, to) },
+            KernelLevel::Avx512 | KernelLevel::Avx512Bf16 | KernelLevel::Amx => unsafe {
+                super::avx512::narrow_f16(from, to);
+            },
             _ => to.reinterpret_cast_mut::<f16>().convert_from_f32_slice(from),
         }
         for (to, &from) in to_rest.iter_mut().zip(from_rest) {

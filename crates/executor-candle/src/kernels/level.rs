@@ -2,11 +2,11 @@
 
 use std::fmt;
 
-/// An instruction level of the kernels. Results are the same bytes only within one level, which is therefore part of the
-/// layout's `numeric_mode`.
+/// An instruction level of the kernels. Results are the same bytes only within one level (`amx` and `avx512` are one for weights without bf16),
+/// which is therefore part of the layout's `numeric_mode`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum KernelLevel {
-    /// Portable code, the reference of the other two.
+    /// Portable code, the reference of the others.
     Plain,
     /// AVX2 with FMA and F16C.
     Avx2,
@@ -14,11 +14,13 @@ pub enum KernelLevel {
     Avx512,
     /// The same with BF16, whose products of pairs are used.
     Avx512Bf16,
+    /// `Avx512` with the tiles of AMX for bf16 and for many rows of quantised weights.
+    Amx,
 }
 
 impl KernelLevel {
     /// All levels, slowest first.
-    pub const ALL: [Self; 4] = [Self::Plain, Self::Avx2, Self::Avx512, Self::Avx512Bf16];
+    pub const ALL: [Self; 5] = [Self::Plain, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx];
 
     /// Returns the best level of this machine.
     #[must_use]
@@ -43,6 +45,8 @@ impl KernelLevel {
             #[cfg(target_arch = "x86_64")]
             Self::Avx512Bf16 => Self::Avx512.is_supported() && is_x86_feature_detected!("avx512bf16"),
             #[cfg(target_arch = "x86_64")]
+            Self::Amx => Self::Avx512.is_supported() && super::amx::is_available(),
+            #[cfg(target_arch = "x86_64")]
             Self::Avx512 => {
                 is_x86_feature_detected!("avx512f")
                     && is_x86_feature_detected!("avx512bw")
@@ -51,7 +55,16 @@ impl KernelLevel {
                     && is_x86_feature_detected!("avx512vnni")
             }
             #[cfg(not(target_arch = "x86_64"))]
-            Self::Avx2 | Self::Avx512 | Self::Avx512Bf16 => false,
+            Self::Avx2 | Self::Avx512 | Self::Avx512Bf16 | Self::Amx => false,
+        }
+    }
+
+    /// Returns the level whose bits this one gives, for weights with bf16 among them or without: tiles of bytes sum integers, which no order changes.
+    #[must_use]
+    pub const fn arithmetic(self, with_bf16: bool) -> Self {
+        match self {
+            Self::Amx if !with_bf16 => Self::Avx512,
+            level => level,
         }
     }
 
@@ -63,6 +76,7 @@ impl KernelLevel {
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
             Self::Avx512Bf16 => "avx512_bf16",
+            Self::Amx => "amx",
         }
     }
 

@@ -5,10 +5,13 @@ use std::ops::Range;
 
 use super::{BLOCK, KernelLevel, Kernels, NR, Q8Block, Quants, plain};
 #[cfg(target_arch = "x86_64")]
-use super::{avx2, avx512};
+use super::{amx, avx2, avx512};
 
 /// Activations of one row block that should stay in the L2 cache while weight tiles stream past.
 const ROW_BLOCK_BYTES: usize = 256 * 1024;
+
+/// The same for processors with AMX, which have 2 MiB of it, and unpack weights anew for each block.
+const AMX_ROW_BLOCK_BYTES: usize = 1024 * 1024;
 
 /// A packed matrix of `num_tiles * 16` output columns and `k` inputs; see the module's drawing for the layouts.
 #[derive(Clone, Copy, Debug)]
@@ -143,7 +146,9 @@ impl Kernels {
             _ => unreachable!("rows are prepared for the matrix they meet"),
         };
         // A multiple of the tallest kernels, so that only the last block leaves a remainder.
-        let step = (ROW_BLOCK_BYTES / row_bytes / 24).max(1) * 24;
+        let (block_bytes, tallest) =
+            if self.level() == KernelLevel::Amx { (AMX_ROW_BLOCK_BYTES, 48) } else { (ROW_BLOCK_BYTES, 24) };
+        let step = (block_bytes / row_bytes / tallest).max(1) * tallest;
         let mut begin = 0;
         while begin < num_rows {
             let block = begin..(begin + step).min(num_rows);
@@ -162,6 +167,11 @@ impl Kernels {
                 // SAFETY: as above.
                 KernelLevel::Avx512 | KernelLevel::Avx512Bf16 => unsafe {
                     avx512::matmul(matrix, rows, block, tiles.clone(), out, self.wants_hints());
+                },
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: as above.
+                KernelLevel::Amx => unsafe {
+                    amx::matmul(matrix, rows, block, tiles.clone(), out, self.wants_hints());
                 },
                 #[cfg(not(target_arch = "x86_64"))]
                 // SAFETY: as above; other levels cannot be constructed on this machine.

@@ -1,4 +1,4 @@
-//! The arithmetic: packed matrix products and the element-wise steps of a transformer, at three instruction levels.
+//! The arithmetic: packed matrix products and the element-wise steps of a transformer, at the instruction levels of [`KernelLevel`].
 //!
 //! # Fixed order
 //!
@@ -16,6 +16,8 @@
 //!
 //! and the quantised types as [`quants`] draws them.
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod attention;
 #[cfg(target_arch = "x86_64")]
 mod avx2;

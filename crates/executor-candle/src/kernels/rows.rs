@@ -51,7 +51,7 @@ impl Kernels {
         match self.level() {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: `Kernels` proves that the machine has the instructions, which AVX-512 includes.
-            KernelLevel::Avx2 | KernelLevel::Avx512 | KernelLevel::Avx512Bf16 => unsafe {
+            KernelLevel::Avx2 | KernelLevel::Avx512 | KernelLevel::Avx512Bf16 | KernelLevel::Amx => unsafe {
                 quantise_avx2(x, out);
             },
             _ => {

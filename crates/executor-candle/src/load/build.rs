@@ -37,8 +37,8 @@ pub(crate) struct LayerWeights {
 #[derive(Debug)]
 pub(crate) struct ModelWeights {
     pub(crate) arena: Arena,
-    /// The names of all forms of matrices, joined by `+`.
-    pub(crate) forms: String,
+    /// All forms of matrices, in their order.
+    pub(crate) forms: BTreeSet<Form>,
     /// A hash of configuration, names, types and weights: the model's identity.
     pub(crate) hash: u64,
     pub(crate) layers: Vec<LayerWeights>,
@@ -110,8 +110,7 @@ pub(crate) fn build(
             forms.extend(matrix.forms());
         }
     }
-    let names: Vec<&str> = forms.into_iter().map(Form::name).collect();
-    Ok(ModelWeights { arena, forms: names.join("+"), hash, layers, embedding, final_norm, output })
+    Ok(ModelWeights { arena, forms, hash, layers, embedding, final_norm, output })
 }
 
 /// Chooses one form for all matrices, or for each its tensor's own. `auto` follows the file: one with quantised tensors is

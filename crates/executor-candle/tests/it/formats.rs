@@ -75,7 +75,7 @@ fn auto_follows_the_file() {
             let mut config = CandleConfig::new(&path);
             config.dtype = dtype;
             let executor = CandleExecutor::load(&config, &mut |_| ()).unwrap();
-            let level = KernelLevel::detect();
+            let level = KernelLevel::detect().arithmetic(mode == "bf16");
             assert_eq!(executor.info().layout.numeric_mode, format!("{mode}/{level}"));
         }
     }
@@ -109,7 +109,8 @@ fn auto_keeps_the_types_of_a_mixed_file() {
             config.kernel_level = Some(level);
             config.kv_dtype = KvDtype::F32;
             let mut driver = Driver::load(&config, 4);
-            assert_eq!(driver.executor.info().layout.numeric_mode, format!("{mode}/{level}"));
+            let arithmetic = level.arithmetic(mode.contains("bf16"));
+            assert_eq!(driver.executor.info().layout.numeric_mode, format!("{mode}/{arithmetic}"));
             let error = relative_error(&driver.log_probs(&prompt, 0, &pages(0..3)), &reference);
             assert!(error <= 0.1, "{mode}/{level}: off by {error}");
         }

@@ -200,11 +200,11 @@ macro_rules! per_format {
                         #[cfg(target_arch = "x86_64")]
                         (KernelLevel::Avx512Bf16, KvDtype::Bf16) => pairs($head, $($arg),*),
                         #[cfg(target_arch = "x86_64")]
-                        (KernelLevel::Avx512 | KernelLevel::Avx512Bf16, KvDtype::F32) => avx512::<F32<Avx512>>($head, $($arg),*),
+                        (KernelLevel::Avx512 | KernelLevel::Avx512Bf16 | KernelLevel::Amx, KvDtype::F32) => avx512::<F32<Avx512>>($head, $($arg),*),
                         #[cfg(target_arch = "x86_64")]
-                        (KernelLevel::Avx512 | KernelLevel::Avx512Bf16, KvDtype::F16) => avx512::<F16<Avx512>>($head, $($arg),*),
+                        (KernelLevel::Avx512 | KernelLevel::Avx512Bf16 | KernelLevel::Amx, KvDtype::F16) => avx512::<F16<Avx512>>($head, $($arg),*),
                         #[cfg(target_arch = "x86_64")]
-                        (KernelLevel::Avx512, KvDtype::Bf16) => avx512::<Bf16<Avx512>>($head, $($arg),*),
+                        (KernelLevel::Avx512 | KernelLevel::Amx, KvDtype::Bf16) => avx512::<Bf16<Avx512>>($head, $($arg),*),
                         #[cfg(target_arch = "x86_64")]
                         (KernelLevel::Avx2, KvDtype::F32) => avx2::<F32<Avx2>>($head, $($arg),*),
                         #[cfg(target_arch = "x86_64")]
