@@ -126,6 +126,7 @@ impl TensorSource for GgufSource {
                 GgmlDType::BF16 => TensorType::Bf16,
                 quantised => TensorType::Quantised(quantised),
             },
+            scales: None,
         };
         self.content.tensor_infos.iter().map(|(name, info)| tensor(name, info)).collect()
     }

@@ -24,11 +24,13 @@ mod format;
 mod gguf;
 mod header;
 mod safetensors;
+mod scales;
 mod source;
 mod wanted;
 
 pub use architecture::{Architecture, ModelConfig, RopeScaling};
 pub use format::{LoadProgress, ModelFormat};
 pub use safetensors::shard_paths;
+pub use scales::Scales;
 pub use source::{Place, Role, Tensor, TensorSource, TensorType, load_error};
 pub use wanted::{Identity, Wanted, find, max_context};

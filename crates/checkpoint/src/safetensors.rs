@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use memmap2::Mmap;
 use microserving_executor::ExecutorError;
@@ -12,6 +13,7 @@ use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 
 use crate::architecture::{Architecture, ModelConfig, RopeScaling};
+use crate::scales::{Scales, is_scale};
 use crate::source::{Place, Role, Tensor, TensorSource, TensorType, drop_pages, load_error};
 
 /// A tensor's bytes in one of the maps.
@@ -32,7 +34,7 @@ pub(crate) struct SafetensorsSource {
 impl SafetensorsSource {
     /// Opens a directory and reads its headers.
     pub(crate) fn open(directory: &Path) -> Result<Self, ExecutorError> {
-        let config = read_config(directory)?;
+        let (config, block) = read_config(directory)?;
         let mut shards = Vec::new();
         let mut locations = HashMap::new();
         for path in shard_paths(directory)? {
@@ -50,9 +52,10 @@ impl SafetensorsSource {
                     Dtype::F32 => TensorType::F32,
                     Dtype::F16 => TensorType::F16,
                     Dtype::BF16 => TensorType::Bf16,
+                    Dtype::F8_E4M3 => TensorType::F8E4M3,
                     other => {
                         return Err(load_error(format!(
-                            "{}: tensor {name} has the type {other:?}, supported are F32, F16 and BF16",
+                            "{}: tensor {name} has the type {other:?}, supported are F32, F16, BF16 and F8_E4M3",
                             path.display()
                         )));
                     }
@@ -60,7 +63,7 @@ impl SafetensorsSource {
                 let location = Location {
                     shard: shards.len(),
                     offset: view.data().as_ptr() as usize - map.as_ptr() as usize,
-                    tensor: Tensor { name: name.clone(), shape: view.shape().to_vec(), kind },
+                    tensor: Tensor { name: name.clone(), shape: view.shape().to_vec(), kind, scales: None },
                 };
                 if locations.insert(name.clone(), location).is_some() {
                     return Err(load_error(format!("{}: tensor {name} is in two files", path.display())));
@@ -68,7 +71,22 @@ impl SafetensorsSource {
             }
             shards.push(map);
         }
-        Ok(Self { shards, locations, config })
+        let mut source = Self { shards, locations, config };
+        source.find_scales(block)?;
+        Ok(source)
+    }
+
+    /// Gives eight-bit tensors their scales.
+    fn find_scales(&mut self, block: Option<(usize, usize)>) -> Result<(), ExecutorError> {
+        let tensors: HashMap<String, Tensor> =
+            self.tensors().into_iter().map(|tensor| (tensor.name.clone(), tensor)).collect();
+        for tensor in tensors.values().filter(|tensor| tensor.kind == TensorType::F8E4M3) {
+            let scales = Scales::find(self, &tensors, tensor, block)?.map(Arc::new);
+            if let Some(location) = self.locations.get_mut(&tensor.name) {
+                location.tensor.scales = scales;
+            }
+        }
+        Ok(())
     }
 
     /// Returns the file that a tensor is in, and where.
@@ -146,7 +164,7 @@ impl TensorSource for SafetensorsSource {
 
     fn is_ignorable(&self, name: &str) -> bool {
         // Old checkpoints carry the frequencies that the configuration defines.
-        name.ends_with("rotary_emb.inv_freq")
+        name.ends_with("rotary_emb.inv_freq") || is_scale(name)
     }
 
     fn row_in_file(&self, _place: Place, row: usize) -> usize {
@@ -194,6 +212,14 @@ struct HubConfig {
     mlp_bias: Option<bool>,
     partial_rotary_factor: Option<f64>,
     eos_token_id: Option<OneOrMany>,
+    quantization_config: Option<HubQuantization>,
+}
+
+/// `quantization_config` of `config.json`.
+#[derive(Debug, Deserialize)]
+struct HubQuantization {
+    /// Rows and columns that share a scale.
+    weight_block_size: Option<[usize; 2]>,
 }
 
 /// `rope_scaling` of `config.json`.
@@ -238,8 +264,9 @@ fn read_json<T: for<'de> Deserialize<'de>>(path: &Path) -> Result<T, ExecutorErr
     serde_json::from_slice(&text).map_err(|err| load_error(format!("{}: {err}", path.display())))
 }
 
-/// Reads and checks `config.json`, and the end-of-sequence tokens of `generation_config.json` if it is there.
-fn read_config(directory: &Path) -> Result<ModelConfig, ExecutorError> {
+/// Reads and checks `config.json`, and the end-of-sequence tokens of `generation_config.json` if it is there. Returns the size of the blocks that share
+/// a scale, too, if weights have such.
+fn read_config(directory: &Path) -> Result<(ModelConfig, Option<(usize, usize)>), ExecutorError> {
     let path = directory.join("config.json");
     let hub: HubConfig = read_json(&path)?;
     let error = |reason: String| load_error(format!("{}: {reason}", path.display()));
@@ -293,7 +320,14 @@ fn read_config(directory: &Path) -> Result<ModelConfig, ExecutorError> {
         eos_tokens: eos.map(Vec::from).unwrap_or_default(),
     };
     config.check().map_err(error)?;
-    Ok(config)
+    let block = match hub.quantization_config.and_then(|config| config.weight_block_size) {
+        Some([rows, columns]) if rows > 0 && columns > 0 => Some((rows, columns)),
+        Some(size) => {
+            return Err(error(format!("quantization_config.weight_block_size is {size:?}, must be above 0")));
+        }
+        None => None,
+    };
+    Ok((config, block))
 }
 
 /// Understands `rope_scaling`.

@@ -1,6 +1,7 @@
 //! What the two file formats have in common: named tensors in mapped files.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::CpuStorage;
 use candle_core::quantized::GgmlDType;
@@ -9,6 +10,7 @@ use memmap2::{Mmap, UncheckedAdvice};
 use microserving_executor::ExecutorError;
 
 use crate::ModelConfig;
+use crate::scales::Scales;
 
 /// Makes an [`ExecutorError::Load`].
 pub fn load_error(reason: impl Into<String>) -> ExecutorError {
@@ -24,6 +26,8 @@ pub enum TensorType {
     F16,
     /// bfloat16.
     Bf16,
+    /// Eight bits: four of exponent, three of mantissa, no infinities.
+    F8E4M3,
     /// A quantised type of GGUF.
     Quantised(GgmlDType),
 }
@@ -35,6 +39,7 @@ impl TensorType {
         let (block, bytes) = match self {
             Self::F32 => (1, 4),
             Self::F16 | Self::Bf16 => (1, 2),
+            Self::F8E4M3 => (1, 1),
             Self::Quantised(kind) => (kind.block_size(), kind.type_size()),
         };
         columns.is_multiple_of(block).then(|| columns / block * bytes)
@@ -61,6 +66,11 @@ impl TensorType {
                     *x = bf16::from_le_bytes(*bytes).to_f32();
                 }
             }
+            Self::F8E4M3 => {
+                for (x, &byte) in out.iter_mut().zip(bytes) {
+                    *x = e4m3(byte);
+                }
+            }
             Self::Quantised(kind) => {
                 // Blocks are read as structures of 16-bit words, which the file need not align.
                 scratch.clear();
@@ -82,8 +92,19 @@ impl TensorType {
     }
 }
 
+/// Widens an eight-bit number.
+fn e4m3(byte: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(byte >> 3 & 15), f32::from(byte & 7));
+    let size = match (exponent, byte & 7) {
+        (15, 7) => f32::NAN,
+        (0, _) => mantissa * 2_f32.powi(-9),
+        _ => (8.0 + mantissa) * 2_f32.powi(exponent - 10),
+    };
+    if byte & 0x80 == 0 { size } else { -size }
+}
+
 /// A tensor of a file.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Tensor {
     /// Its name in the file.
     pub name: String,
@@ -91,6 +112,29 @@ pub struct Tensor {
     pub shape: Vec<usize>,
     /// Its number format.
     pub kind: TensorType,
+    /// What its numbers are multiplied with, where the file keeps them apart from it.
+    pub scales: Option<Arc<Scales>>,
+}
+
+impl Tensor {
+    /// Widens row `row` of the file's tensor to f32; a vector is one row. `scratch` is memory for it to reuse.
+    ///
+    /// # Errors
+    /// [`ExecutorError::Load`] naming the tensor, if its blocks cannot be widened.
+    pub fn widen(
+        &self,
+        row: usize,
+        bytes: &[u8],
+        out: &mut [f32],
+        scratch: &mut Vec<u32>,
+    ) -> Result<(), ExecutorError> {
+        let failed = |err| load_error(format!("tensor {}: {err}", self.name));
+        self.kind.widen(bytes, out, scratch).map_err(failed)?;
+        if let Some(scales) = &self.scales {
+            scales.apply(row, out);
+        }
+        Ok(())
+    }
 }
 
 /// The roles of a layer's tensors.
@@ -178,5 +222,27 @@ pub(crate) fn drop_pages(map: &Mmap, range: Range<usize>) {
     // Only memory is at stake, not correctness.
     if let Err(err) = dropped {
         tracing::debug!(%err, "a converted part of the file stays in memory");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn eight_bits_are_widened_exactly() {
+        // By the format's definition: one, the largest, the smallest normal and subnormal, and a value in between.
+        let known =
+            [(0x38, 1.0), (0x7e, 448.0), (0x08, 0.015_625), (0x01, 0.001_953_125), (0x45, 3.25), (0x00, 0.0)];
+        for (byte, value) in known {
+            assert_eq!(e4m3(byte), value, "{byte:#x}");
+            assert_eq!(e4m3(byte | 0x80), -value, "{byte:#x}");
+        }
+        assert!(e4m3(0x7f).is_nan() && e4m3(0xff).is_nan());
+        let mut last = -1.0;
+        for byte in 0..0x7f {
+            assert!(e4m3(byte) > last, "{byte:#x} is not above the one before");
+            last = e4m3(byte);
+        }
     }
 }

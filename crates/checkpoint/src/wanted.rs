@@ -123,6 +123,9 @@ impl Identity {
     /// Begins the next tensor.
     pub fn tensor(&mut self, tensor: &Tensor) {
         self.0.update(format!("{} {:?} {:?}", tensor.name, tensor.shape, tensor.kind).as_bytes());
+        for scale in tensor.scales.iter().flat_map(|scales| &scales.values) {
+            self.0.update(&scale.to_le_bytes());
+        }
     }
 
     /// Takes in more of the tensor's bytes.

@@ -9,7 +9,7 @@
 //! |---|---|---|
 //! | `f32` | any | f32 |
 //! | `f16` | f16 files kept as they are, or any on request | f32 |
-//! | `bf16` | bf16 files, or any on request | bf16 |
+//! | `bf16` | bf16 files, files of FP8 (e4m3) with their scales, or any on request | bf16 |
 //! | `q4_0`, `q4_1`, `q4_k`, `q6_k` | GGUF tensors of the type, to the bit | 8 bits, quantised per row and block of 32 |
 //! | `q8_0` | Q8_0 tensors to the bit, other quantised types requantised per block of 32, or any on request | likewise |
 //!

@@ -38,7 +38,7 @@ impl Form {
         match kind {
             TensorType::F32 => Self::F32,
             TensorType::F16 => Self::F16,
-            TensorType::Bf16 => Self::Bf16,
+            TensorType::Bf16 | TensorType::F8E4M3 => Self::Bf16,
             TensorType::Quantised(GgmlDType::Q4_0) => Self::Quantised(Quants::Q4_0),
             TensorType::Quantised(GgmlDType::Q4_1) => Self::Quantised(Quants::Q4_1),
             TensorType::Quantised(GgmlDType::Q4K) => Self::Quantised(Quants::Q4K),

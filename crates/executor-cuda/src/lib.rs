@@ -4,7 +4,7 @@
 //! `microserving-kernels` on an [`Accelerator`]: a GPU by CUDA's driver ([`open_cuda`], feature `cuda`), or the CPU by the kernels' shim
 //! (`EmulatedDevice`, feature `emulated`), where every CI runs the whole of it. **Nothing here has run on a GPU yet.**
 //!
-//! - Weights, activations and KV are of one type ([`CudaDtype`]); quantised files are widened to it when they are loaded.
+//! - Weights, activations and KV are of one type ([`CudaDtype`]); quantised and FP8 files are widened to it when they are loaded.
 //! - A step is queued as a whole before anything of it is waited for: one copy of what kernels must know of the batch, the layers,
 //!   the logits, and what samplers need of them. The host then waits for each layer's KV, as the contract has it told, and for the
 //!   tokens. Memory for steps is kept and grows to the largest one.

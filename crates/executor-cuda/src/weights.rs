@@ -274,10 +274,7 @@ impl<'a> Loader<'a> {
         let index = self.source.row_in_file(wanted.place, row);
         let bytes = &bytes[index * row_bytes..][..row_bytes];
         self.values.resize(columns, 0.0);
-        tensor
-            .kind
-            .widen(bytes, &mut self.values, &mut self.scratch)
-            .map_err(|err| load_error(format!("tensor {}: {err}", tensor.name)))?;
+        tensor.widen(index, bytes, &mut self.values, &mut self.scratch)?;
         // SAFETY: the copy before was waited for.
         let to = &mut unsafe { self.staged.bytes() }[to];
         let (row, padding) = to.split_at_mut(columns * self.dtype.num_bytes());
@@ -323,7 +320,7 @@ mod tests {
     fn found(kinds: &[TensorType]) -> Vec<(Wanted, Tensor)> {
         let matrix = Wanted { place: Place::Embedding, rows: Some(1), columns: 8 };
         let norm = Wanted { place: Place::FinalNorm, rows: None, columns: 8 };
-        let tensor = |kind| Tensor { name: "x".into(), shape: vec![1, 8], kind };
+        let tensor = |kind| Tensor { name: "x".into(), shape: vec![1, 8], kind, scales: None };
         let matrices = kinds.iter().map(|&kind| (matrix, tensor(kind)));
         matrices.chain([(norm, tensor(TensorType::F32))]).collect()
     }

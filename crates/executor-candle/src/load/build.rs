@@ -127,7 +127,9 @@ fn choose_form(dtype: WeightDtype, tensors: &[(Wanted, Tensor)]) -> Option<Form>
             let has = |kind| kinds.clone().any(|other| other == kind);
             if kinds.clone().any(|kind| matches!(kind, TensorType::Quantised(_))) {
                 None
-            } else if has(TensorType::F32) || (has(TensorType::F16) && has(TensorType::Bf16)) {
+            } else if has(TensorType::F32)
+                || (has(TensorType::F16) && (has(TensorType::Bf16) || has(TensorType::F8E4M3)))
+            {
                 Some(Form::F32)
             } else {
                 Some(kinds.next().map_or(Form::F32, Form::of))

@@ -78,7 +78,7 @@ impl<'a> Filler<'a> {
     ) -> Result<(), ExecutorError> {
         self.hash.bytes(bytes);
         let mut values = vec![0.0; need.wanted.columns];
-        widen(tensor, bytes, &mut values, &mut Vec::new())?;
+        tensor.widen(0, bytes, &mut values, &mut Vec::new())?;
         if values.iter().any(|x| !x.is_finite()) {
             return Err(not_finite(tensor, 0, "f32"));
         }
@@ -176,7 +176,7 @@ impl Batch<'_> {
             let packed = if keeps {
                 Row::Blocks(bytes)
             } else {
-                widen(self.tensor, bytes, &mut values, &mut scratch).map_err(|err| (index, err))?;
+                self.tensor.widen(index, bytes, &mut values, &mut scratch).map_err(|err| (index, err))?;
                 Row::F32(&values)
             };
             if !form.pack(data, row % NR, packed) {
@@ -185,16 +185,6 @@ impl Batch<'_> {
         }
         Ok(())
     }
-}
-
-fn widen(
-    tensor: &Tensor,
-    bytes: &[u8],
-    values: &mut [f32],
-    scratch: &mut Vec<u32>,
-) -> Result<(), ExecutorError> {
-    let failed = |err| load_error(format!("tensor {}: {err}", tensor.name));
-    tensor.kind.widen(bytes, values, scratch).map_err(failed)
 }
 
 fn not_finite(tensor: &Tensor, row: usize, form: &str) -> ExecutorError {

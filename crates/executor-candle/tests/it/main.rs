@@ -4,6 +4,7 @@
 mod contract;
 mod damage;
 mod demo_model;
+mod eight_bit;
 mod formats;
 mod invariance;
 mod memory;

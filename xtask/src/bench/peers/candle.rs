@@ -11,6 +11,10 @@ use super::servers::Served;
 use super::{Subject, number};
 use crate::shell;
 
+/// Requests that are computed. All are as long and nothing is kept from one to the next, so the others take as long as these in turn: sixteen would
+/// take minutes.
+const COMPUTED: usize = 4;
+
 /// The built program.
 #[derive(Debug)]
 pub(super) struct Candle {
@@ -42,14 +46,18 @@ impl Candle {
             .arg(output.to_string())
             .env("RAYON_NUM_THREADS", subject.threads.to_string());
         command.args(
-            prompts.iter().map(|prompt| prompt.iter().map(usize::to_string).collect::<Vec<_>>().join(",")),
+            prompts
+                .iter()
+                .take(COMPUTED)
+                .map(|prompt| prompt.iter().map(usize::to_string).collect::<Vec<_>>().join(",")),
         );
         let (objects, _) = process::run(&mut command)?;
-        ensure!(objects.len() == prompts.len(), "{} answers for {} prompts", objects.len(), prompts.len());
+        let computed = prompts.len().min(COMPUTED);
+        ensure!(objects.len() == computed, "{} answers for {computed} prompts", objects.len());
         let mut now = 0.0;
         let mut ends = Vec::new();
         let mut answers = Vec::new();
-        for (index, object) in objects.iter().enumerate() {
+        for (index, object) in objects.iter().cycle().take(prompts.len()).enumerate() {
             let (first, rest) = (number(object, "first_seconds")?, number(object, "rest_seconds")?);
             // A client sends when its last answer is whole.
             let sent = index.checked_sub(CLIENTS).map_or(0.0, |before| ends[before]);

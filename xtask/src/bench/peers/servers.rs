@@ -216,7 +216,7 @@ fn report(
         megabytes(memory.1)
     );
     println!(
-        "  * candle's own model of the architecture, in process: it has no server and takes one sequence, so requests wait for each other"
+        "  * candle's own model of the architecture, in process: it has no server and takes one sequence, so requests wait for each other (four are computed)"
     );
 }
 
