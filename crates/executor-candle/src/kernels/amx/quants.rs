@@ -1,7 +1,7 @@
 //! Quantised weights with tiles of bytes.
 //!
 //! ```text
-//! unpack    a stretch of some packed tiles to signed bytes, scales and minima to single precision, once for all rows
+//! unpack    a stretch of a packed tile to signed bytes, scales and minima to single precision, once for all rows
 //! multiply  sixteen rows, or eight, of a block with sixteen columns: one instruction, whose sums go to scratch
 //! fold      the sums of the block before that one into the accumulators, while the next are being made
 //! ```
@@ -25,14 +25,9 @@ const Q6K: u8 = Quants::Q6K as u8;
 /// Rows of the lower of two kernels.
 const LOW: usize = 8;
 
-/// Blocks of a tile that are unpacked at once: with as many of sixteen rows they fit the L1 cache.
-const STRETCH: usize = 8;
-
-/// Tiles that are unpacked at once, so that rows are fetched once for all of them.
-const GROUP: usize = 4;
-
-/// Rows up to which weights are streamed rather than used again: one tile after the other then.
-const STREAM_ROWS: usize = 2 * HIGH;
+/// Blocks of a tile that are unpacked at once: with as many of sixteen rows they fit the L1 cache, and rows of the output, which a power of two often
+/// lies between, are not visited more often than that.
+const STRETCH: usize = 32;
 
 /// Bytes of an unpacked block.
 const BLOCK_BYTES: usize = BLOCK * NR;
@@ -40,12 +35,12 @@ const BLOCK_BYTES: usize = BLOCK * NR;
 /// What a stretch is unpacked to, and where sums pass from tile registers to others.
 #[repr(C, align(64))]
 struct Scratch {
-    /// `[tile][block][input / 4][column][4]`, signed.
-    weights: [[[u8; BLOCK_BYTES]; STRETCH]; GROUP],
-    /// `[tile][block][column]`
-    scales: [[[f32; NR]; STRETCH]; GROUP],
+    /// `[block][input / 4][column][4]`, signed.
+    weights: [[u8; BLOCK_BYTES]; STRETCH],
+    /// `[block][column]`
+    scales: [[f32; NR]; STRETCH],
     /// The same of what is added for each sum of a row's quants; for q6_k the scales of a block's halves.
-    minima: [[[[f32; NR]; 2]; STRETCH]; GROUP],
+    minima: [[[f32; NR]; 2]; STRETCH],
     /// `[turn][half of the block][row][column]`
     sums: [[[[i32; NR]; HIGH]; 2]; 2],
 }
@@ -90,38 +85,22 @@ unsafe fn run<const KIND: u8>(p: &Product<'_>, rows: Range<usize>, tiles: Range<
     let _loaded = unsafe { shapes.load() };
     let mut scratch = MaybeUninit::<Scratch>::uninit();
     let scratch = scratch.as_mut_ptr();
-    let group = if rows.len() <= STREAM_ROWS { 1 } else { GROUP };
     let num_blocks = p.k / BLOCK;
-    for first in tiles.clone().step_by(group) {
-        let tiles = first..tiles.end.min(first + group);
+    for tile in tiles {
         for begin in (0..num_blocks).step_by(STRETCH) {
             let blocks = begin..num_blocks.min(begin + STRETCH);
-            // SAFETY: tiles and blocks lie inside the product, rows and tiles inside the output; what is read of the scratch has been written
+            // SAFETY: tile and blocks lie inside the product, rows and tile inside the output; what is read of the scratch has been written
             // by then.
             unsafe {
-                for tile in tiles.clone() {
-                    unpack::<KIND>(p, tile, blocks.clone(), scratch, tile - first);
-                }
-                let mut row = rows.start;
-                while row < rows.end {
-                    for tile in tiles.clone() {
-                        let work = Work {
-                            p,
-                            first_row: row,
-                            tile,
-                            blocks: blocks.clone(),
-                            scratch,
-                            at: tile - first,
-                            out,
-                            fetches: row == rows.start,
-                        };
-                        if row + HIGH <= rows.end {
-                            work.multiply_rows::<KIND, HIGH>();
-                        } else {
-                            work.multiply_rows::<KIND, LOW>();
-                        }
+                unpack::<KIND>(p, tile, blocks.clone(), scratch);
+                for first_row in rows.clone().step_by(HIGH) {
+                    let fetches = first_row == rows.start;
+                    let work = Work { p, first_row, tile, blocks: blocks.clone(), scratch, out, fetches };
+                    if first_row + HIGH <= rows.end {
+                        work.multiply_rows::<KIND, HIGH>();
+                    } else {
+                        work.multiply_rows::<KIND, LOW>();
                     }
-                    row += HIGH;
                 }
             }
         }
@@ -131,16 +110,10 @@ unsafe fn run<const KIND: u8>(p: &Product<'_>, rows: Range<usize>, tiles: Range<
 /// Unpacks some blocks of a tile.
 ///
 /// # Safety
-/// They lie inside the product, and are no more than [`STRETCH`]; `at` is below [`GROUP`].
+/// They lie inside the product, and are no more than [`STRETCH`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn unpack<const KIND: u8>(
-    p: &Product<'_>,
-    tile: usize,
-    blocks: Range<usize>,
-    scratch: *mut Scratch,
-    at: usize,
-) {
+unsafe fn unpack<const KIND: u8>(p: &Product<'_>, tile: usize, blocks: Range<usize>, scratch: *mut Scratch) {
     let quants = const { kind(KIND) };
     let (low, pair) = (_mm512_set1_epi8(15), _mm512_set1_epi8(0x30));
     for (place, block) in blocks.enumerate() {
@@ -148,7 +121,7 @@ unsafe fn unpack<const KIND: u8>(
         unsafe {
             let (unit, within) = p.unit(quants, tile, block);
             let weights = unit.add(quants.header_bytes() + within * quants.block_bytes());
-            let to = (&raw mut (*scratch).weights[at][place]).cast::<u8>();
+            let to = (&raw mut (*scratch).weights[place]).cast::<u8>();
             let line = |line: usize| _mm512_loadu_si512(weights.add(64 * line).cast());
             let put = |word: usize, line| _mm512_storeu_si512(to.add(64 * word).cast(), line);
             match quants {
@@ -182,7 +155,7 @@ unsafe fn unpack<const KIND: u8>(
                     }
                 }
             }
-            unpack_scales::<KIND>(unit, within, scratch, (at, place));
+            unpack_scales::<KIND>(unit, within, scratch, place);
         }
     }
 }
@@ -193,12 +166,7 @@ unsafe fn unpack<const KIND: u8>(
 /// As [`unpack`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn unpack_scales<const KIND: u8>(
-    unit: *const u8,
-    within: usize,
-    scratch: *mut Scratch,
-    (at, place): (usize, usize),
-) {
+unsafe fn unpack_scales<const KIND: u8>(unit: *const u8, within: usize, scratch: *mut Scratch, place: usize) {
     // SAFETY: inside the unit's header and the scratch, as the caller promises.
     unsafe {
         let halves = |at: usize| _mm512_cvtph_ps(_mm256_loadu_si256(unit.add(at).cast()));
@@ -221,8 +189,8 @@ unsafe fn unpack_scales<const KIND: u8>(
             }
             Quants::Q6K => (halves(0), [0, 1].map(|half| signed(64 + (2 * within + half) * NR))),
         };
-        let minima = (&raw mut (*scratch).minima[at][place]).cast::<f32>();
-        _mm512_storeu_ps((&raw mut (*scratch).scales[at][place]).cast(), scale);
+        let minima = (&raw mut (*scratch).minima[place]).cast::<f32>();
+        _mm512_storeu_ps((&raw mut (*scratch).scales[place]).cast(), scale);
         _mm512_storeu_ps(minima, first);
         if KIND == Q6K {
             _mm512_storeu_ps(minima.add(NR), second);
@@ -237,8 +205,6 @@ struct Work<'a> {
     tile: usize,
     blocks: Range<usize>,
     scratch: *mut Scratch,
-    /// The tile's place in the scratch.
-    at: usize,
     out: Output<'a>,
     /// They are the first, and fetch what is unpacked next, a block's bytes a block: a processor that is told of all of it at once waits.
     fetches: bool,
@@ -251,7 +217,7 @@ impl Work<'_> {
     /// Rows, tile and blocks lie inside the product and the output; the blocks are unpacked; shapes are loaded.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn multiply_rows<const KIND: u8, const MR: usize>(self) {
-        let Self { p, first_row, tile, blocks, scratch, at, out, fetches } = self;
+        let Self { p, first_row, tile, blocks, scratch, out, fetches } = self;
         // SAFETY: as the caller promises; what is fetched may be anywhere.
         unsafe {
             let to = out.base.add(first_row * out.stride + tile * NR);
@@ -263,21 +229,21 @@ impl Work<'_> {
             }
             let quants = const { kind(KIND) };
             let block_bytes = quants.unit_bytes() * BLOCK / quants.unit();
-            let next = p.unit(quants, tile, blocks.start).0.wrapping_add(2 * STRETCH * block_bytes);
+            let next = p.unit(quants, tile, blocks.start).0.wrapping_add(STRETCH * block_bytes);
             let stride = p.stride * size_of::<Q8Block>();
             let num_blocks = blocks.len();
             let left = |place: usize| p.row(first_row, blocks.start + place);
-            multiply_block::<KIND, MR>(left(0).cast(), stride, scratch, (at, 0));
+            multiply_block::<KIND, MR>(left(0).cast(), stride, scratch, 0);
             for place in 0..num_blocks {
                 if place + 1 < num_blocks {
-                    multiply_block::<KIND, MR>(left(place + 1).cast(), stride, scratch, (at, place + 1));
+                    multiply_block::<KIND, MR>(left(place + 1).cast(), stride, scratch, place + 1);
                 }
                 if fetches {
                     for line in place * block_bytes / 64..(place + 1) * block_bytes / 64 {
                         _mm_prefetch::<_MM_HINT_T1>(next.cast::<i8>().wrapping_add(64 * line));
                     }
                 }
-                fold::<KIND, MR>(left(place), p.stride, scratch, (at, place), &mut acc);
+                fold::<KIND, MR>(left(place), p.stride, scratch, place, &mut acc);
             }
             for (r, &acc) in acc.iter().enumerate() {
                 _mm512_storeu_ps(to.add(r * out.stride), acc);
@@ -295,11 +261,11 @@ unsafe fn multiply_block<const KIND: u8, const MR: usize>(
     left: *const u8,
     stride: usize,
     scratch: *mut Scratch,
-    (at, place): (usize, usize),
+    place: usize,
 ) {
     // SAFETY: `MR` rows of the block, the unpacked block, and sums of the turn, in registers of those shapes.
     unsafe {
-        let right = (&raw const (*scratch).weights[at][place]).cast::<u8>();
+        let right = (&raw const (*scratch).weights[place]).cast::<u8>();
         let sums = (&raw mut (*scratch).sums[place % 2]).cast::<u8>();
         let halves = if KIND == Q6K { 2 } else { 1 };
         for half in 0..halves {
@@ -339,13 +305,13 @@ unsafe fn fold<const KIND: u8, const MR: usize>(
     row: *const Q8Block,
     stride: usize,
     scratch: *const Scratch,
-    (at, place): (usize, usize),
+    place: usize,
     acc: &mut [__m512; MR],
 ) {
     // SAFETY: inside rows and scratch, as the caller promises.
     unsafe {
-        let d = _mm512_loadu_ps((&raw const (*scratch).scales[at][place]).cast());
-        let minima = (&raw const (*scratch).minima[at][place]).cast::<f32>();
+        let d = _mm512_loadu_ps((&raw const (*scratch).scales[place]).cast());
+        let minima = (&raw const (*scratch).minima[place]).cast::<f32>();
         let sums = (&raw const (*scratch).sums[place % 2]).cast::<i32>();
         let sum = |half: usize, r: usize| {
             _mm512_cvtepi32_ps(_mm512_loadu_si512(sums.add((half * HIGH + r) * NR).cast()))
