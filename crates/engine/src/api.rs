@@ -252,7 +252,7 @@ pub struct EngineCounters {
     pub lookup_tokens: u64,
     /// Pages evicted from the context cache.
     pub evicted_pages: u64,
-    /// Sequences preempted for want of pages.
+    /// Sequences preempted for want of pages, or of the device that was lost.
     pub preemptions: u64,
     /// Leases that ran out.
     pub leases_expired: u64,
@@ -268,6 +268,8 @@ pub struct EngineCounters {
     pub transfer_micros: u64,
     /// Microseconds of sending that no computing hid.
     pub exposed_transfer_micros: u64,
+    /// Devices that were lost and had to be replaced.
+    pub devices_lost: u64,
 }
 
 /// Why the engine did not do what it was asked. `server` maps these to status codes.
@@ -442,12 +444,12 @@ pub struct PauseReply {
     pub cached_tokens: u32,
 }
 
-/// What an engine is, fixed once it runs.
+/// What an engine is, fixed once it runs but for its incarnation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EngineInfo {
     /// The engine's name.
     pub engine_id: EngineId,
-    /// Its boot.
+    /// Its boot; another one after its device was lost.
     pub incarnation: Incarnation,
     /// The model it runs.
     pub executor: ExecutorInfo,

@@ -5,8 +5,8 @@ use std::time::Duration;
 use microserving_protocol::{Incarnation, SeqId};
 
 use crate::{
-    Abort, Commit, CommitReply, EngineError, EngineState, GenerateEvent, KvEventBatch, Pause, PauseReply,
-    PrepRecv, PrepRecvReply, RemoteSend, RemoteSendReply, SequenceInfo, StartGenerate,
+    Abort, Commit, CommitReply, Device, EngineError, EngineState, GenerateEvent, KvEventBatch, Pause,
+    PauseReply, PrepRecv, PrepRecvReply, RemoteSend, RemoteSendReply, SequenceInfo, StartGenerate,
 };
 
 /// Names one call at the heart's door; chosen by the caller, never used twice.
@@ -63,6 +63,8 @@ pub enum Call {
         /// The first event wanted.
         from: u64,
     },
+    /// Compute on another device from now on.
+    ReplaceDevice(Box<Device>),
     /// Take nothing new; answered when nothing lives any more.
     Drain,
 }
@@ -90,6 +92,8 @@ pub enum Reply {
     State(Box<EngineState>),
     /// To [`Call::KvEvents`].
     KvEvents(KvEventBatch),
+    /// To [`Call::ReplaceDevice`].
+    DeviceReplaced,
     /// To [`Call::Drain`].
     Drained,
 }

@@ -68,6 +68,12 @@ impl Engine {
         }
         let output = match result {
             Ok(output) => output,
+            // Nobody's fault and nobody's end: what was in the batch is computed again.
+            Err(error) if self.executor.lost().is_some() => {
+                tracing::warn!(%error, num_items = plan.len(), "a step was lost with its device");
+                self.look_after_device();
+                return None;
+            }
             Err(error) => {
                 self.fail_batch(&plan, &error);
                 return None;

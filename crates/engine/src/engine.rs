@@ -10,6 +10,7 @@ use microserving_protocol::{Generation, KvGeometry, KvMemory, SeqId};
 use microserving_transport::{ChannelId, KvTransport, TransportError};
 
 use crate::calls::Calls;
+use crate::device::{Device, Waker};
 use crate::gatekeeper::Gatekeeper;
 use crate::kv_events::EventHistory;
 use crate::mutants::Rules;
@@ -72,9 +73,13 @@ pub struct Engine {
     pub(crate) entropy: Entropy,
     pub(crate) geometry: KvGeometry,
     /// Keeps the region mapped as long as pages are handed out.
-    _memory: Arc<dyn KvMemory>,
+    pub(crate) memory: Arc<dyn KvMemory>,
     pub(crate) executor: Box<dyn Executor>,
     pub(crate) transport: Box<dyn KvTransport>,
+    /// Executor and transport are gone, and nothing is asked of them until they are replaced.
+    pub(crate) device_lost: bool,
+    /// What the next transport is to call, too.
+    pub(crate) waker: Option<Waker>,
     pub(crate) gate: Arc<Gatekeeper>,
     pub(crate) cache: KvCache,
     pub(crate) sequences: BTreeMap<Slot, Sequence>,
@@ -110,20 +115,15 @@ impl Engine {
     /// [`StartError`], naming the part that refused.
     pub fn new(
         config: EngineConfig,
-        mut executor: Box<dyn Executor>,
-        mut transport: Box<dyn KvTransport>,
+        executor: Box<dyn Executor>,
+        transport: Box<dyn KvTransport>,
         entropy: Entropy,
     ) -> Result<Self, StartError> {
         config.validate().map_err(StartError::Config)?;
-        let layout = executor.info().layout.clone();
-        let geometry = KvGeometry { layout, num_pages: config.num_pages };
-        let cache =
-            KvCache::new(cache_config(&config, geometry.layout.page_size)).map_err(StartError::Pool)?;
-        let num_bytes = geometry.region_bytes();
-        let memory = transport
-            .allocate_region(num_bytes)
-            .map_err(|source| StartError::Region { num_bytes, source })?;
-        executor.attach(geometry.clone(), Arc::clone(&memory)).map_err(StartError::Executor)?;
+        let page_size = executor.info().layout.page_size;
+        let cache = KvCache::new(cache_config(&config, page_size)).map_err(StartError::Pool)?;
+        let device = Device::join(executor, transport, config.num_pages)?;
+        let Device { executor, mut transport, geometry, memory } = device;
         let gate = Arc::new(Gatekeeper::new(
             entropy.cluster_key.clone(),
             config.engine_id.clone(),
@@ -141,9 +141,11 @@ impl Engine {
         Ok(Self {
             info,
             geometry,
-            _memory: memory,
+            memory,
             executor,
             transport,
+            device_lost: false,
+            waker: None,
             gate,
             cache,
             sequences: BTreeMap::new(),
@@ -190,7 +192,8 @@ impl Engine {
 
     /// Sets what the transport calls, from any thread, when it has news for an engine that may be asleep.
     pub fn set_waker(&mut self, waker: Arc<dyn Fn() + Send + Sync>) {
-        self.transport.set_waker(waker);
+        self.transport.set_waker(Arc::clone(&waker));
+        self.waker = Some(Waker(waker));
     }
 
     /// Makes the engine follow one deliberately wrong rule, or none.
@@ -207,6 +210,7 @@ impl Engine {
     /// alone makes some.
     pub fn step(&mut self, now: Duration, commands: impl Iterator<Item = Command>) -> Effects {
         self.now = self.now.max(now);
+        self.look_after_device();
         for command in commands {
             match command {
                 Command::Call { id, call } => self.take(id, call),
@@ -272,6 +276,7 @@ impl Engine {
                 let batch = self.kv_events(from);
                 self.reply(id, Ok(Reply::KvEvents(batch)));
             }
+            Call::ReplaceDevice(device) => self.take_device(id, *device),
             Call::Drain => {
                 self.draining = true;
                 self.drains.push(id);

@@ -136,7 +136,8 @@ impl Engine {
             }
             Work::Generate(_) => None,
         };
-        let third = if sequence.state == State::Waiting { self.longest_wait(sequence) } else { None };
+        let waits = sequence.state == State::Waiting && !self.device_lost;
+        let third = if waits { self.longest_wait(sequence) } else { None };
         [deadline, second, third.map(|at| (at, Overdue::Wait))]
     }
 

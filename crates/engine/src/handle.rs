@@ -11,9 +11,9 @@ use tokio::sync::{mpsc, oneshot, watch};
 use crate::stream::HeardEnough;
 use crate::thread::{EngineThread, Envelope};
 use crate::{
-    Abort, Call, CallId, Commit, CommitReply, Engine, EngineError, EngineInfo, EngineState, GenerateStream,
-    KvEventStream, Pause, PauseReply, PrepRecv, PrepRecvReply, RemoteSend, RemoteSendReply, Reply,
-    SequenceInfo, StartGenerate,
+    Abort, Call, CallId, Commit, CommitReply, Device, Engine, EngineError, EngineInfo, EngineState,
+    GenerateStream, KvEventStream, Pause, PauseReply, PrepRecv, PrepRecvReply, RemoteSend, RemoteSendReply,
+    Reply, SequenceInfo, StartGenerate,
 };
 
 /// Wakes the engine's thread; may be rung from anywhere, any number of times, before the thread exists too.
@@ -201,6 +201,17 @@ impl EngineHandle {
     #[must_use]
     pub fn kv_events(&self, from: u64) -> KvEventStream {
         KvEventStream::new(self.clone(), self.kv_events.clone(), from)
+    }
+
+    /// Gives the engine another device, in the place of the one that was lost: what waits goes on there.
+    ///
+    /// # Errors
+    /// [`EngineError::InvalidField`] if the device is not like the one before; or if the command queue is full or the engine has stopped.
+    pub async fn replace_device(&self, device: Device) -> Result<(), EngineError> {
+        match self.call(Call::ReplaceDevice(Box::new(device))).await? {
+            Reply::DeviceReplaced => Ok(()),
+            other => Err(unexpected(&other)),
+        }
     }
 
     /// Takes nothing new from now on, and returns when nothing lives any more.

@@ -78,6 +78,7 @@ mod calls;
 mod command;
 mod compute;
 mod config;
+mod device;
 mod ending;
 mod engine;
 mod expiry;
@@ -103,6 +104,7 @@ pub use api::{
 };
 pub use command::{Call, CallId, Command, Effect, Effects, Reply};
 pub use config::{EngineConfig, Entropy};
+pub use device::Device;
 pub use engine::{Engine, StartError};
 pub use handle::EngineHandle;
 pub use kv_events::{KvEventBatch, KvEventStream};

@@ -46,6 +46,9 @@ type Place = (Reverse<i64>, Slot);
 impl Engine {
     /// Admits, preempts, and chooses the batch of this step.
     pub(crate) fn plan(&mut self) -> Vec<PlanItem> {
+        if self.device_lost {
+            return Vec::new();
+        }
         let mut plan = self.plan_decodes();
         self.plan_prefills(&mut plan);
         while plan.is_empty() && self.break_hold_and_wait() {
@@ -262,7 +265,7 @@ impl Engine {
 
     /// Takes a sequence's pages. Its full pages stay cached until somebody needs them, so that coming back may cost
     /// little; its tokens, and what was sent of them, stay as they are.
-    fn preempt(&mut self, slot: Slot) {
+    pub(crate) fn preempt(&mut self, slot: Slot) {
         let Some(sequence) = self.sequences.get_mut(&slot) else { return };
         if let Pages::Table(table) = sequence.pages.take() {
             self.cache.release_table(table);

@@ -282,7 +282,7 @@ impl Mint {
     }
 
     /// Steele, Lea, Flood: "Fast splittable pseudorandom number generators" (2014).
-    fn draw(&mut self) -> u64 {
+    pub(crate) fn draw(&mut self) -> u64 {
         self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.state;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

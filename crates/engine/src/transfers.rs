@@ -11,6 +11,9 @@ use crate::{Engine, EngineError, Reply};
 impl Engine {
     /// Takes what the transport has to say.
     pub(crate) fn hear_transport(&mut self) {
+        if self.device_lost {
+            return;
+        }
         let mut events = Vec::new();
         self.transport.poll(self.now, &mut events);
         for sequence in self.sequences.values_mut() {

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use microserving_daemon::{Health, Refused};
+use microserving_daemon::Refused;
 use microserving_executor::Executor;
 use microserving_executor_candle::{CandleConfig, CandleExecutor, LoadProgress, WeightDtype};
 use microserving_executor_cuda::{CudaConfig, CudaDtype, CudaExecutor};
@@ -23,16 +23,16 @@ pub(crate) fn files(
     (options, device): (&Options, &Chosen),
     path: &Path,
     name: Option<&str>,
-    health: &Health,
+    tell: &(dyn Fn(&str) + Sync),
 ) -> Result<LoadedModel> {
-    health.starting("loading the tokenizer");
     let context = || format!("cannot load {}", path.display());
-    let mut bundle = TextBundle::load(path, "model").with_context(context)?;
+    let text = text_of(path, tell)?;
+    let bundle = &text.0;
     let model = options.served_model_name.as_deref().or(name).map(str::to_owned);
     // The text side knows all tokens that end a turn; the weights' files often name but one.
     let eos_tokens = Some(bundle.eos_token_ids.clone()).filter(|tokens| !tokens.is_empty());
     let mut told = Told::default();
-    let mut tell = |progress| told.tell(progress, health);
+    let mut tell = |progress| told.tell(progress, tell);
     let executor: Box<dyn Executor> = match device {
         Chosen::Cpu => {
             let usual = CandleConfig::new(path);
@@ -69,9 +69,26 @@ pub(crate) fn files(
             Box::new(executor)
         }
     };
-    bundle.model.clone_from(&executor.info().model);
-    let text = ModelText::new(&bundle).with_context(context)?;
+    let text = text.named(&executor.info().model).with_context(context)?;
     Ok(LoadedModel { executor, text })
+}
+
+/// The text side, from files that need not name their model.
+pub(crate) struct TextFiles(TextBundle);
+
+impl TextFiles {
+    pub(crate) fn named(mut self, model: &str) -> Result<ModelText> {
+        model.clone_into(&mut self.0.model);
+        Ok(ModelText::new(&self.0)?)
+    }
+}
+
+/// Loads the text side alone.
+pub(crate) fn text_of(path: &Path, tell: &(dyn Fn(&str) + Sync)) -> Result<TextFiles> {
+    tell("loading the tokenizer");
+    let bundle =
+        TextBundle::load(path, "model").with_context(|| format!("cannot load {}", path.display()))?;
+    Ok(TextFiles(bundle))
 }
 
 fn threads(options: &Options) -> NonZeroUsize {
@@ -109,19 +126,19 @@ fn kv_dtype(form: KvForm) -> KvDtype {
     }
 }
 
-/// What was told of the load so far: health hears of every percent, the log of every tenth.
+/// What was told of the load so far: whoever waits hears of every percent, the log of every tenth.
 #[derive(Default)]
 struct Told {
     percent: Option<u64>,
 }
 
 impl Told {
-    fn tell(&mut self, progress: LoadProgress, health: &Health) {
+    fn tell(&mut self, progress: LoadProgress, tell: &dyn Fn(&str)) {
         let percent = (progress.bytes * 100).checked_div(progress.total_bytes).unwrap_or(100);
         if self.percent == Some(percent) {
             return;
         }
-        health.starting(format!("loading the weights: {percent} %"));
+        tell(&format!("loading the weights: {percent} %"));
         if self.percent.is_none_or(|told| told / 10 < percent / 10) {
             info!(percent, bytes = progress.bytes, "loading the weights");
         }

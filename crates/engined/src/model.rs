@@ -1,10 +1,10 @@
 //! From `--model` to an executor and its text side.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use microserving_daemon::{Health, Refused};
+use microserving_daemon::Refused;
 use microserving_executor::{Executor, ToyConfig, ToyExecutor};
 use microserving_server::ModelText;
 
@@ -42,6 +42,12 @@ pub(crate) fn max_step(options: &Options) -> Option<Duration> {
 
 /// Refuses options that do not go together, before anything is loaded, and returns what is to compute.
 pub(crate) fn check(options: &Options) -> Result<Chosen> {
+    check_source(options)?;
+    device::choose(options, source(&options.model) == Source::Toy)
+}
+
+/// As [`check`], where another process has the device.
+pub(crate) fn check_source(options: &Options) -> Result<()> {
     let toy = source(&options.model) == Source::Toy;
     let wrong = [
         (toy && options.dtype.is_some(), "dtype: the toy model has no weights"),
@@ -59,22 +65,50 @@ pub(crate) fn check(options: &Options) -> Result<Chosen> {
     ];
     match wrong.iter().find(|(holds, _)| *holds) {
         Some((_, reason)) => Err(Refused((*reason).to_owned()).into()),
-        None => device::choose(options, toy),
+        None => Ok(()),
     }
 }
 
-/// Loads the model onto a device, telling `health` how far it has come. Blocks.
-pub(crate) fn load(options: &Options, device: &Chosen, health: &Health) -> Result<LoadedModel> {
+/// Loads the model onto a device, telling how far it has come. Blocks.
+pub(crate) fn load(options: &Options, device: &Chosen, tell: &(dyn Fn(&str) + Sync)) -> Result<LoadedModel> {
     match source(&options.model) {
         Source::Toy => toy(options),
         Source::Hub(repository) => {
-            health.starting(format!("downloading {repository}"));
-            let folder = crate::hub::fetch(repository)
-                .with_context(|| format!("cannot get {repository} from the hub"))?;
-            files((options, device), &folder, Some(repository), health)
+            let folder = fetch(repository, tell)?;
+            files((options, device), &folder, Some(repository), tell)
         }
-        Source::Files(path) => files((options, device), Path::new(path), None, health),
+        Source::Files(path) => files((options, device), Path::new(path), None, tell),
     }
+}
+
+/// Loads the text side alone, for an engine that computes in another process. Blocks.
+pub(crate) fn load_text(options: &Options, tell: &(dyn Fn(&str) + Sync)) -> Result<TextSide> {
+    match source(&options.model) {
+        Source::Toy => Ok(TextSide::Toy),
+        Source::Hub(repository) => text_of(&fetch(repository, tell)?, tell).map(TextSide::Files),
+        Source::Files(path) => text_of(Path::new(path), tell).map(TextSide::Files),
+    }
+}
+
+/// The text side of a model whose name is not known yet.
+pub(crate) enum TextSide {
+    Toy,
+    Files(TextFiles),
+}
+
+impl TextSide {
+    /// Gives it the name that the executor goes by.
+    pub(crate) fn named(self, model: &str) -> Result<ModelText> {
+        match self {
+            Self::Toy => Ok(ModelText::toy()),
+            Self::Files(files) => files.named(model),
+        }
+    }
+}
+
+fn fetch(repository: &str, tell: &(dyn Fn(&str) + Sync)) -> Result<PathBuf> {
+    tell(&format!("downloading {repository}"));
+    crate::hub::fetch(repository).with_context(|| format!("cannot get {repository} from the hub"))
 }
 
 fn toy(options: &Options) -> Result<LoadedModel> {
@@ -89,12 +123,10 @@ fn toy(options: &Options) -> Result<LoadedModel> {
 }
 
 #[cfg(feature = "candle")]
-use crate::files::files;
+use crate::files::{TextFiles, files, text_of};
 
 #[cfg(not(feature = "candle"))]
-fn files(_: (&Options, &Chosen), path: &Path, _: Option<&str>, _: &Health) -> Result<LoadedModel> {
-    anyhow::bail!("{}: this build has only the toy model", path.display())
-}
+use crate::no_files::{TextFiles, files, text_of};
 
 #[cfg(test)]
 mod tests {

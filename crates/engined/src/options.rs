@@ -9,7 +9,11 @@ use microserving_daemon::{ByteSize, Daemon, DaemonOptions, positive_seconds, sec
 
 /// Serves one model on one device over HTTP: the MicroServing calls and the OpenAI API.
 #[derive(Clone, Debug, Parser)]
-#[command(name = "engined", version)]
+#[command(
+    name = "engined",
+    version,
+    after_help = "`engined worker --front PATH` runs the device half of an engine that was started with `--worker PATH`."
+)]
 pub(crate) struct Options {
     /// Model to serve: `toy`, a GGUF file, a directory in the Hugging Face layout, or `hf:OWNER/NAME` (feature `hub`).
     #[arg(long, env = "MICROSERVING_MODEL", value_name = "MODEL", help_heading = "Model")]
@@ -171,6 +175,19 @@ pub(crate) struct Options {
     )]
     pub(crate) world_file: Option<PathBuf>,
 
+    /// Where the device half, which holds weights, pages and transport, runs: `within` this process; `spawn` has it in a process of its
+    /// own, which is started anew when it ends; a path with a `/` is a socket at which a worker that others start finds this process
+    /// (`engined worker --front PATH`). docs/operating.md.
+    #[arg(
+        long,
+        env = "MICROSERVING_WORKER",
+        value_name = "PLACE",
+        default_value = "within",
+        help_heading = "Cluster",
+        value_parser = worker_place
+    )]
+    pub(crate) worker: WorkerPlace,
+
     /// Verify everything that arrives by checksums, which the sender is asked for.
     #[arg(long, env = "MICROSERVING_CHECKSUM", help_heading = "Cluster")]
     pub(crate) checksum: bool,
@@ -202,6 +219,26 @@ pub(crate) struct Options {
 impl Daemon for Options {
     fn daemon(&self) -> &DaemonOptions {
         &self.daemon
+    }
+}
+
+/// Where the device half runs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum WorkerPlace {
+    /// In this process.
+    Within,
+    /// In a process that this one starts.
+    Spawned,
+    /// In a process that others start, which finds this socket.
+    At(PathBuf),
+}
+
+fn worker_place(text: &str) -> Result<WorkerPlace, String> {
+    match text {
+        "within" => Ok(WorkerPlace::Within),
+        "spawn" => Ok(WorkerPlace::Spawned),
+        path if path.contains('/') => Ok(WorkerPlace::At(path.into())),
+        _ => Err("give `within`, `spawn`, or a path with a `/` in it".into()),
     }
 }
 
@@ -267,6 +304,14 @@ mod tests {
     #[test]
     fn the_declaration_is_sound() {
         Options::command().debug_assert();
+    }
+
+    #[test]
+    fn places_of_workers_are_told_apart() {
+        assert_eq!(worker_place("within"), Ok(WorkerPlace::Within));
+        assert_eq!(worker_place("spawn"), Ok(WorkerPlace::Spawned));
+        assert_eq!(worker_place("./w.sock"), Ok(WorkerPlace::At("./w.sock".into())));
+        assert!(worker_place("spwan").is_err());
     }
 
     #[test]

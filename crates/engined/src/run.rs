@@ -8,15 +8,18 @@ use microserving_daemon::{ByteSize, Health, HttpServer, Refused, Shutdown};
 use microserving_engine::{Engine, EngineConfig, EngineHandle, EngineThread, Entropy};
 use microserving_executor::{Executor, ExecutorInfo};
 use microserving_protocol::{ClusterKey, Incarnation, KvGeometry};
-use microserving_server::{EngineService, ServerConfig};
+use microserving_server::{EngineService, ModelText, ServerConfig};
 use microserving_transport::KvTransport;
 use microserving_transport_pgas::WorldWatch;
+use microserving_worker::{LostWorker, Worker};
+use tokio::sync::watch;
 use tokio::task::spawn_blocking;
 use tracing::{info, warn};
 
 use crate::device::Chosen;
+use crate::fronted::{Keeper, Up, Workers};
 use crate::model::{self, LoadedModel};
-use crate::options::Options;
+use crate::options::{Options, WorkerPlace};
 use crate::transport::Opened;
 use crate::{calibrate, profile, transport};
 
@@ -29,14 +32,15 @@ const WATCH: Duration = Duration::from_millis(250);
 
 /// Runs the daemon until it is told to stop.
 pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
-    let device = check(&options)?;
+    let half = check(&options)?;
     if options.calibrate {
+        let Half::Within(device) = half else { unreachable!("it was refused") };
         return run_calibration(options, device).await;
     }
     let health = Health::new();
     let server = HttpServer::bind(&options.listen, &options.daemon, health.clone(), shutdown.clone()).await?;
     let started = tokio::select! {
-        started = start(&options, device, &health) => started?,
+        started = start(&options, half, &health) => started?,
         // A load cannot be interrupted; the process ends without it.
         () = shutdown.begun() => return Ok(()),
     };
@@ -65,8 +69,16 @@ pub(crate) async fn run(options: Options, shutdown: Shutdown) -> Result<()> {
         () = refuse_new_work(&started.engine) => {}
     }
     drop(started.engine);
+    if let Some(keeper) = &started.keeper {
+        keeper.stop();
+    }
     let thread = started.thread;
-    if !spawn_blocking(move || thread.join()).await.context("the engine's thread cannot be joined")? {
+    let is_whole =
+        spawn_blocking(move || thread.join()).await.context("the engine's thread cannot be joined")?;
+    if let Some(keeper) = started.keeper {
+        keeper.finish().await;
+    }
+    if !is_whole {
         bail!("the engine's thread has panicked; see the log");
     }
     if let Some(reason) = lost {
@@ -83,28 +95,94 @@ struct Started {
     /// What is to be told of the transport.
     transport: String,
     world: Option<WorldWatch>,
+    keeper: Option<Keeper>,
 }
 
-async fn start(options: &Options, device: Chosen, health: &Health) -> Result<Started> {
+/// The parts that an engine is made of.
+struct Parts {
+    executor: Box<dyn Executor>,
+    text: ModelText,
+    num_pages: u32,
+    transport: Box<dyn KvTransport>,
+    report: String,
+    world: Option<WorldWatch>,
+    /// Where the next device half comes from, and who tells that this one is gone.
+    workers: Option<(Workers, LostWorker, watch::Sender<bool>)>,
+}
+
+/// Loads and opens everything here.
+async fn parts_within(options: &Options, engine_id: &str, device: Chosen, health: &Health) -> Result<Parts> {
     let (for_load, progress) = (options.clone(), health.clone());
-    let model = spawn_blocking(move || model::load(&for_load, &device, &progress))
+    let model = spawn_blocking(move || model::load(&for_load, &device, &|text| progress.starting(text)))
         .await
         .context("loading panicked")??;
     let LoadedModel { executor, text } = model;
-    let info = executor.info().clone();
-    let num_pages = num_pages(options, &info)?;
+    let info = executor.info();
+    let num_pages = num_pages(options, info)?;
     health.starting("opening and testing the transport");
-    let engine_id = engine_id(options)?;
-    let (for_transport, id) = (options.clone(), engine_id.clone());
+    let (for_transport, id) = (options.clone(), engine_id.to_owned());
     let region_bytes = KvGeometry { layout: info.layout.clone(), num_pages }.region_bytes();
     let opened = spawn_blocking(move || transport::open(&for_transport, &id, region_bytes));
     let Opened { transport, report, world } = opened.await.context("opening the transport panicked")??;
+    Ok(Parts { executor, text, num_pages, transport, report, world, workers: None })
+}
+
+/// Loads the text side, and waits for a worker that has the rest.
+async fn parts_apart(options: &Options, mut workers: Workers, health: &Health) -> Result<Parts> {
+    let (for_load, told) = (options.clone(), health.clone());
+    // Dropped with this future, it says that no worker is wanted any more.
+    let (stop, stopped) = watch::channel(false);
+    let stop = StopOnDrop(Some(stop));
+    let work = move || -> Result<_> {
+        let text = model::load_text(&for_load, &|text| told.starting(text))?;
+        let up = workers.next(&told, &stopped)?;
+        Ok((text, workers, up.context("no worker is wanted any more")?))
+    };
+    let (text, workers, up) = spawn_blocking(work).await.context("waiting for a worker panicked")??;
+    let Up { worker, report } = up;
+    let Worker { executor, transport, lost, .. } = worker;
+    let (executor, transport) = (Box::new(executor), Box::new(transport));
+    let text =
+        text.named(&executor.info().model).with_context(|| format!("cannot load {}", options.model))?;
+    let num_pages = num_pages(options, executor.info())?;
+    let stop = stop.keep();
+    let workers = stop.map(|stop| (workers, lost, stop));
+    Ok(Parts { executor, text, num_pages, transport, report, world: None, workers })
+}
+
+struct StopOnDrop(Option<watch::Sender<bool>>);
+
+impl StopOnDrop {
+    fn keep(mut self) -> Option<watch::Sender<bool>> {
+        self.0.take()
+    }
+}
+
+impl Drop for StopOnDrop {
+    fn drop(&mut self) {
+        if let Some(stop) = &self.0 {
+            // Whoever waited may have come to an end by itself.
+            let _ = stop.send(true);
+        }
+    }
+}
+
+async fn start(options: &Options, half: Half, health: &Health) -> Result<Started> {
+    let engine_id = engine_id(options)?;
+    let parts = match half {
+        Half::Within(device) => parts_within(options, &engine_id, device, health).await?,
+        Half::Apart(workers) => parts_apart(options, *workers, health).await?,
+    };
+    let Parts { executor, text, num_pages, transport, report, world, workers } = parts;
+    let info = executor.info().clone();
     info!("{report}");
 
     health.starting("starting the engine");
     let profile = profile::load(options, &info)?;
     let engine = build(options, engine_id, num_pages, executor, transport)?;
     let (engine, thread) = EngineHandle::spawn(engine).context("the engine's thread cannot start")?;
+    let keeper = workers
+        .map(|(workers, lost, stop)| Keeper::start(workers, lost, engine.clone(), health.clone(), stop));
 
     let mut server = ServerConfig::new(served_name(options, &info));
     server.default_timeout = Some(options.timeout_seconds).filter(|timeout| !timeout.is_zero());
@@ -124,7 +202,7 @@ async fn start(options: &Options, device: Chosen, health: &Health) -> Result<Sta
     let beside =
         if options.no_grpc { axum::Router::new() } else { microserving_grpc_server::routes(&service) };
     let routes = service.router(beside);
-    Ok(Started { engine, thread, routes, transport: report, world })
+    Ok(Started { engine, thread, routes, transport: report, world, keeper })
 }
 
 /// Makes the engine that the options ask for.
@@ -148,7 +226,7 @@ fn build(
 /// Measures the engine instead of serving it.
 async fn run_calibration(options: Options, device: Chosen) -> Result<()> {
     let work = move || {
-        let LoadedModel { executor, .. } = model::load(&options, &device, &Health::new())?;
+        let LoadedModel { executor, .. } = model::load(&options, &device, &|_| {})?;
         let info = executor.info().clone();
         let about = profile::about(&options, &info);
         let file = profile::file(&options, &info, &about)?;
@@ -167,8 +245,16 @@ async fn run_calibration(options: Options, device: Chosen) -> Result<()> {
     spawn_blocking(work).await.context("the calibration panicked")?
 }
 
+/// The device half of the engine that is to be.
+enum Half {
+    /// In this process, on this device.
+    Within(Chosen),
+    /// In others.
+    Apart(Box<Workers>),
+}
+
 /// Refuses what cannot be, before anything is bound or loaded; returns what is to compute.
-fn check(options: &Options) -> Result<Chosen> {
+fn check(options: &Options) -> Result<Half> {
     if options.num_pages.is_some() && options.kv_bytes.is_some() {
         return Err(Refused("num_pages and kv_bytes exclude each other: give one".into()).into());
     }
@@ -176,7 +262,14 @@ fn check(options: &Options) -> Result<Chosen> {
         return Err(Refused("cluster_key and cluster_key_file exclude each other: give one".into()).into());
     }
     transport::check(options)?;
-    model::check(options)
+    if options.worker == WorkerPlace::Within {
+        return model::check(options).map(Half::Within);
+    }
+    if options.calibrate {
+        return Err(Refused("calibrate: it measures one process; leave worker out".into()).into());
+    }
+    model::check_source(options)?;
+    Ok(Half::Apart(Box::new(Workers::new(options)?)))
 }
 
 fn served_name(options: &Options, info: &ExecutorInfo) -> String {
@@ -190,7 +283,8 @@ fn engine_id(options: &Options) -> Result<String> {
     }
 }
 
-fn num_pages(options: &Options, info: &ExecutorInfo) -> Result<u32> {
+/// Returns the pages of the KV cache, as options and layout say.
+pub(crate) fn num_pages(options: &Options, info: &ExecutorInfo) -> Result<u32> {
     if let Some(num_pages) = options.num_pages {
         return Ok(num_pages.get());
     }

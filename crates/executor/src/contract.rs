@@ -166,4 +166,9 @@ pub trait Executor: Send + fmt::Debug {
     fn export(&mut self, _pages: &[PageId]) -> Result<(), ExecutorError> {
         Ok(())
     }
+    /// Returns why the device is gone for good, once it is: one in another process may end alone. Nothing succeeds any more then, what was
+    /// in the region is lost with it, and another executor and transport have to take this one's place.
+    fn lost(&self) -> Option<String> {
+        None
+    }
 }

@@ -63,5 +63,5 @@ mod toy;
 pub use constraint::{ConstraintError, TokenConstraint, TokenMask};
 pub use contract::{Batch, BatchItem, Executor, ExecutorError, ExecutorInfo, Sampled, StepOutput};
 pub use roofline::RooflineExecutor;
-pub use sampler::{LogitNeed, SampleError, Sampler};
+pub use sampler::{Found, LogitNeed, NotedSampler, SampleError, Sampler};
 pub use toy::{ToyConfig, ToyExecutor};

@@ -76,6 +76,8 @@ pub struct Sampler {
     eos_tokens: Vec<TokenId>,
     constraint: Option<Box<dyn TokenConstraint>>,
     num_outputs: u32,
+    /// Set in a stand-in: it draws nothing.
+    note: Option<Box<Note>>,
 }
 
 impl Sampler {
@@ -91,6 +93,7 @@ impl Sampler {
             constraint: None,
             num_outputs: 0,
             params,
+            note: None,
         }
     }
 
@@ -132,6 +135,9 @@ impl Sampler {
     /// out all of them. What is shaped, masked, told as log-probabilities, or wrong is drawn by [`Self::sample`].
     #[must_use]
     pub fn need(&self, vocab_size: u32) -> LogitNeed {
+        if let Some(note) = &self.note {
+            return note.need;
+        }
         let params = &self.params;
         let is_shaped = !params.logit_bias.is_empty()
             || !self.penalties.is_empty()
@@ -154,6 +160,9 @@ impl Sampler {
     /// # Errors
     /// As [`Self::replay`].
     pub fn take_best(&mut self, token: TokenId) -> Result<Sampled, SampleError> {
+        if let Some(note) = &mut self.note {
+            return note.keep(Found::Best(token));
+        }
         self.replay(token)?;
         Ok(Sampled { token, logprob: None, grammar_complete: false })
     }
@@ -165,6 +174,9 @@ impl Sampler {
     /// # Errors
     /// [`SampleError::NoToken`] if nothing is kept; else as [`Self::replay`].
     pub fn draw_kept(&mut self, kept: &mut Vec<(TokenId, u64)>) -> Result<Sampled, SampleError> {
+        if let Some(note) = &mut self.note {
+            return note.keep(Found::Kept(std::mem::take(kept)));
+        }
         let random = philox::draw(self.params.seed, self.choice, self.num_outputs);
         let token = draw_kept(kept, self.params.min_p, random).ok_or(SampleError::NoToken)?;
         self.replay(token)?;
@@ -177,6 +189,9 @@ impl Sampler {
     /// If the grammar fails, masks leave no token, a logit is NaN or infinite, or a parameter is out of bounds. Nothing is
     /// recorded then.
     pub fn sample(&mut self, logits: &mut [f32]) -> Result<Sampled, SampleError> {
+        if let Some(note) = &mut self.note {
+            return note.look(logits);
+        }
         if let Some(invalid) = &self.invalid {
             return Err(invalid.clone());
         }
@@ -251,6 +266,11 @@ fn find_invalid(params: &SamplingParams) -> Option<SampleError> {
             params.logit_bias.iter().find_map(|&(_, bias)| within("logit_bias", bias, -100.0..=100.0))
         })
 }
+
+mod note;
+
+use note::Note;
+pub use note::{Found, NotedSampler};
 
 #[cfg(test)]
 mod tests;

@@ -118,40 +118,52 @@ impl Scratch {
     /// Draws a token: temperature, `top_k`, `top_p`, `min_p`, then the candidate in whose share, in order of tokens, the
     /// random number falls.
     pub(crate) fn draw(&mut self, logits: &[f32], max: f32, cut: Cut, random: u64) -> u32 {
-        let scale = Scale { max: max.into(), temperature: cut.temperature.into() };
         let by_rank = cut.top_k > 0 && (cut.top_k as usize) < logits.len();
-        if by_rank {
-            self.find_top(logits, cut.top_k as usize);
-            self.candidates.clear();
-            let kept =
-                self.top.iter().map(|&(logit, token)| Candidate { weight: scale.weight(logit), token });
-            self.candidates.extend(kept);
-        } else {
+        if !by_rank && cut.top_p >= 1.0 && cut.min_p <= 0.0 {
+            let scale = Scale { max: max.into(), temperature: cut.temperature.into() };
             scale.weigh_all(logits, &mut self.weights);
-            if cut.top_p >= 1.0 && cut.min_p <= 0.0 {
-                return pick(self.weights.iter().copied().zip(0..), random);
-            }
-            // All tokens below this together hold less than 1 - top_p, so the cut can never reach them.
-            let total: u64 = self.weights.iter().sum();
-            let least = ((1.0 - f64::from(cut.top_p)) * total as f64 / logits.len() as f64) as u64;
-            self.candidates.clear();
-            for (token, &weight) in (0..).zip(&self.weights) {
-                if weight > 0 && weight >= least {
-                    self.candidates.push(Candidate { weight, token });
-                }
-            }
-            if cut.top_p < 1.0 {
-                keep_nucleus(&mut self.candidates, share(cut.top_p, total));
-            }
+            return pick(self.weights.iter().copied().zip(0..), random);
         }
-        if by_rank && cut.top_p < 1.0 {
-            let total = self.candidates.iter().map(|candidate| candidate.weight).sum();
-            keep_nucleus(&mut self.candidates, share(cut.top_p, total));
-        }
+        self.cut(logits, max, cut);
         let least = least_weight(cut.min_p);
         self.candidates.retain(|candidate| candidate.weight >= least);
         self.candidates.sort_unstable_by_key(|candidate| candidate.token);
         pick(self.candidates.iter().map(|candidate| (candidate.weight, candidate.token)), random)
+    }
+
+    /// Returns what `top_k` and `top_p` keep, with weights, in any order: what [`draw_kept`] draws from.
+    pub(crate) fn keep(&mut self, logits: &[f32], max: f32, cut: Cut) -> Vec<(TokenId, u64)> {
+        self.cut(logits, max, cut);
+        self.candidates.iter().map(|candidate| (TokenId(candidate.token), candidate.weight)).collect()
+    }
+
+    /// Leaves in `candidates` what `top_k` and `top_p` keep.
+    fn cut(&mut self, logits: &[f32], max: f32, cut: Cut) {
+        let scale = Scale { max: max.into(), temperature: cut.temperature.into() };
+        self.candidates.clear();
+        if cut.top_k > 0 && (cut.top_k as usize) < logits.len() {
+            self.find_top(logits, cut.top_k as usize);
+            let kept =
+                self.top.iter().map(|&(logit, token)| Candidate { weight: scale.weight(logit), token });
+            self.candidates.extend(kept);
+            if cut.top_p < 1.0 {
+                let total = self.candidates.iter().map(|candidate| candidate.weight).sum();
+                keep_nucleus(&mut self.candidates, share(cut.top_p, total));
+            }
+            return;
+        }
+        scale.weigh_all(logits, &mut self.weights);
+        // All tokens below this together hold less than 1 - top_p, so the cut can never reach them.
+        let total: u64 = self.weights.iter().sum();
+        let least = ((1.0 - f64::from(cut.top_p)) * total as f64 / logits.len() as f64) as u64;
+        for (token, &weight) in (0..).zip(&self.weights) {
+            if weight > 0 && weight >= least {
+                self.candidates.push(Candidate { weight, token });
+            }
+        }
+        if cut.top_p < 1.0 {
+            keep_nucleus(&mut self.candidates, share(cut.top_p, total));
+        }
     }
 
     /// Returns the `k` largest logits with their tokens, largest first, lowest token first among equals. Masked tokens are

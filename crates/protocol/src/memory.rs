@@ -12,6 +12,8 @@ pub enum MemoryKind {
         /// The device's number.
         ordinal: u32,
     },
+    /// Memory of another process: there is no address here, and `read` and `write` ask that process.
+    Elsewhere,
 }
 
 /// A region of KV memory.
@@ -29,7 +31,8 @@ pub trait KvMemory: Send + Sync + fmt::Debug {
     /// Returns the size in bytes.
     fn num_bytes(&self) -> usize;
 
-    /// Returns the address of the first byte, aligned to at least 64 bytes; stays the same for the life of the value.
+    /// Returns the address of the first byte, aligned to at least 64 bytes; stays the same for the life of the value;
+    /// 0 where there is none here.
     fn base_address(&self) -> usize;
 
     /// Copies `into.len()` bytes out of the region, starting at `offset`.

@@ -183,7 +183,11 @@ impl Collector for StateCollector {
             counters.matched_tokens,
         )?;
         out.counter("evicted_pages", "Pages evicted from the context cache", counters.evicted_pages)?;
-        out.counter("preemptions", "Sequences preempted for want of pages", counters.preemptions)?;
+        out.counter(
+            "preemptions",
+            "Sequences preempted for want of pages or of a device",
+            counters.preemptions,
+        )?;
         out.counter("leases_expired", "Leases that ran out", counters.leases_expired)?;
         out.counter("transfers_lost", "Transfers given up or corrupt on arrival", counters.transfers_lost)?;
         out.counter(
@@ -198,7 +202,8 @@ impl Collector for StateCollector {
             "exposed_transfer_seconds",
             "Time spent sending KV that no computing hid",
             counters.exposed_transfer_micros,
-        )
+        )?;
+        out.counter("devices_lost", "Devices that were lost and had to be replaced", counters.devices_lost)
     }
 }
 

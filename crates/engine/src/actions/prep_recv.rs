@@ -51,6 +51,7 @@ impl Engine {
             }
         }
         self.refuse_if_draining()?;
+        self.refuse_without_device()?;
         self.refuse_if_crowded(1, "being received", |s| s.state == State::Receiving)?;
         let reply = self.prepare(id, call, key.clone(), minted)?;
         let prepared = Some(Prepared { body, reply: reply.clone() });

@@ -72,6 +72,7 @@ impl Engine {
             },
         }
         self.refuse_if_draining()?;
+        self.refuse_without_device()?;
         self.refuse_if_crowded(1, "waiting", |s| s.state == State::Waiting)?;
         self.refuse_if_crowded(1, "being sent", |s| s.state == State::Sending)?;
         let claim = Claim { peer, credential: call.kv_addr_info.clone(), range: call.range };

@@ -405,7 +405,8 @@ fn what_a_device_finds_draws_the_same_tokens() {
     ] {
         let params =
             SamplingParams { temperature, top_k, top_p, min_p, seed: 11, ..SamplingParams::default() };
-        let (mut whole, mut reduced) = (sampler(params.clone()), sampler(params));
+        let (mut whole, mut reduced) = (sampler(params.clone()), sampler(params.clone()));
+        let mut apart = sampler(params);
         for step in 0..100 {
             let logits = logits_at(step, 300);
             let expected = whole.sample(&mut logits.clone()).expect("fine");
@@ -420,11 +421,31 @@ fn what_a_device_finds_draws_the_same_tokens() {
                 }
                 LogitNeed::All => panic!("these need no more than is kept"),
             };
-            assert_eq!(found, Ok(expected), "temperature {temperature}, step {step}");
+            assert_eq!(found.as_ref(), Ok(&expected), "temperature {temperature}, step {step}");
+            let mut noted = NotedSampler::new(apart.need(300));
+            noted.as_sampler().sample(&mut logits.clone()).expect("fine");
+            let found = noted.found().expect("it was asked").expect("fine");
+            assert!(!matches!(found, Found::All(_)), "no more than is needed");
+            assert_eq!(apart.draw(found), Ok(expected), "temperature {temperature}, step {step}, apart");
         }
         assert_eq!(whole.num_outputs(), reduced.num_outputs());
     }
     assert_eq!(sampler(SamplingParams::default()).draw_kept(&mut Vec::new()), Err(SampleError::NoToken));
+}
+
+#[test]
+fn a_stand_in_notes_what_is_wrong_with_logits_and_draws_nothing() {
+    for need in [LogitNeed::Best, LogitNeed::Kept { temperature: 1.0, top_k: 2, top_p: 1.0 }] {
+        let mut noted = NotedSampler::new(need);
+        assert!(noted.as_sampler().sample(&mut [0.0, f32::NAN]).is_err());
+        let found = noted.found().expect("it was asked");
+        assert!(matches!(found, Err(SampleError::NotFinite { token: TokenId(1), .. })), "{found:?}");
+    }
+    let mut noted = NotedSampler::new(LogitNeed::All);
+    noted.as_sampler().sample(&mut [0.0, 1.0]).expect("fine");
+    assert_eq!(noted.as_sampler().num_outputs(), 0);
+    assert_eq!(noted.found(), Some(Ok(Found::All(vec![0.0, 1.0]))));
+    assert_eq!(NotedSampler::new(LogitNeed::Best).found(), None, "nobody asked");
 }
 
 #[test]

@@ -248,7 +248,7 @@ proptest! {
                 steps: large[0], prefill_tokens: large[1], decode_tokens: large[2], matched_tokens: large[3],
                 lookup_tokens: large[4], evicted_pages: large[5], preemptions: large[6], leases_expired: large[7],
                 transfers_lost: large[8], aborted: large[9], bytes_sent: large[10], bytes_received: large[11],
-                transfer_micros: large[12], exposed_transfer_micros: large[13],
+                transfer_micros: large[12], exposed_transfer_micros: large[13], devices_lost: large[14],
             },
             grpc: texts[1],
             marks: texts[0],

@@ -118,7 +118,8 @@ alike! {
     PagesView as Pages { free, reserved, owned, cached, quarantined, total }
     CountersView as Counters {
         steps, prefill_tokens, decode_tokens, matched_tokens, lookup_tokens, evicted_pages, preemptions, leases_expired,
-        transfers_lost, aborted, bytes_sent, bytes_received, transfer_micros, exposed_transfer_micros
+        transfers_lost, aborted, bytes_sent, bytes_received, transfer_micros, exposed_transfer_micros,
+        devices_lost
     }
 }
 

@@ -124,6 +124,8 @@ pub struct CountersView {
     pub transfer_micros: u64,
     /// Microseconds of sending that no computing hid.
     pub exposed_transfer_micros: u64,
+    /// Devices that were lost and had to be replaced.
+    pub devices_lost: u64,
 }
 
 /// A change of an engine's context cache, as `GET /microserving/kv_events` streams it.

@@ -64,6 +64,7 @@ fn counters(counters: EngineCounters) -> CountersView {
         bytes_received,
         transfer_micros,
         exposed_transfer_micros,
+        devices_lost,
     } = counters;
     CountersView {
         steps,
@@ -80,5 +81,6 @@ fn counters(counters: EngineCounters) -> CountersView {
         bytes_received,
         transfer_micros,
         exposed_transfer_micros,
+        devices_lost,
     }
 }
