@@ -5,7 +5,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, bail, ensure};
 use microserving_harness::http::{self, Timed};
 use serde_json::{Value, json};
 
@@ -142,6 +142,41 @@ impl Work {
         };
         Self { matched: 0, sent: end, computed_on_p: end, computed_on_d: num_tokens - end }
     }
+}
+
+/// Returns a case that draws its tokens.
+#[must_use]
+pub fn sampled(num_tokens: u32, salt: &str) -> Case {
+    Case {
+        prompt: prompt(num_tokens, num_tokens + 1),
+        max_tokens: 12,
+        temperature: 0.8,
+        seed: 99,
+        salt: salt.to_owned(),
+    }
+}
+
+/// Checks that what a router's two engines make of prompts is what one of them makes of them, and that bytes really went between them.
+///
+/// # Errors
+/// What differs.
+pub fn check_patterns(router: &str, engine: &str) -> Result<()> {
+    for pattern in ["data_parallel", "prefill_decode", "balanced:0.25"] {
+        for num_tokens in [1, PAGE_SIZE, PAGE_SIZE + 1, 1000] {
+            let salt = format!("{pattern}-{num_tokens}");
+            let answer = sampled(num_tokens, &salt).send(router, Some(pattern))?;
+            let alone = sampled(num_tokens, &format!("alone-{salt}")).send(engine, None)?;
+            ensure!(
+                answer.token_ids == alone.token_ids,
+                "{salt}: {:?} is not {:?}",
+                answer.token_ids,
+                alone.token_ids
+            );
+            let (work, wanted) = (Work::of(&answer)?, Work::cold(pattern, num_tokens));
+            ensure!(work == wanted, "{salt}: {work:?}, expected {wanted:?}");
+        }
+    }
+    Ok(())
 }
 
 /// Returns a script of docs/scripts.md.

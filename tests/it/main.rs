@@ -11,6 +11,7 @@ mod equality;
 mod kills;
 mod migration;
 mod mixed_load;
+mod nixl;
 mod openshmem;
 mod operations;
 mod peer_death;

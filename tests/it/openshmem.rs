@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use microserving_harness::http::{self, Answer};
 use microserving_harness::{Daemon, World, binary_dir};
-use microserving_tests::{Case, PAGE_SIZE, Work, number, prompt};
+use microserving_tests::{Case, Work, number, prompt, sampled};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -29,34 +29,8 @@ fn world(with_stranger: bool, more: &[&str]) -> Result<Option<World>> {
     World::start(None, &engines, 256 << 20, &["--wire", "rest"], Duration::from_secs(60)).map(Some)
 }
 
-fn case(num_tokens: u32, salt: &str) -> Case {
-    Case {
-        prompt: prompt(num_tokens, num_tokens + 1),
-        max_tokens: 12,
-        temperature: 0.8,
-        seed: 99,
-        salt: salt.to_owned(),
-    }
-}
-
-/// What two engines make of a prompt is what one makes of it, and bytes really went from one to the other.
 fn check_patterns(world: &World) -> Result<()> {
-    for pattern in ["data_parallel", "prefill_decode", "balanced:0.25"] {
-        for num_tokens in [1, PAGE_SIZE, PAGE_SIZE + 1, 1000] {
-            let salt = format!("{pattern}-{num_tokens}");
-            let answer = case(num_tokens, &salt).send(world.router().url(), Some(pattern))?;
-            let alone = case(num_tokens, &format!("alone-{salt}")).send(&world.engines()[0], None)?;
-            ensure!(
-                answer.token_ids == alone.token_ids,
-                "{salt}: {:?} is not {:?}",
-                answer.token_ids,
-                alone.token_ids
-            );
-            let (work, wanted) = (Work::of(&answer)?, Work::cold(pattern, num_tokens));
-            ensure!(work == wanted, "{salt}: {work:?}, expected {wanted:?}");
-        }
-    }
-    Ok(())
+    microserving_tests::check_patterns(world.router().url(), &world.engines()[0])
 }
 
 /// The calls by hand, from one engine to another.
@@ -167,8 +141,9 @@ const SLOW: [&str; 4] = ["--toy-step-ms", "50", "--max-batch-tokens", "32"];
 #[test]
 fn a_world_is_lost_with_an_engine_and_formed_anew() -> Result<()> {
     let Some(mut first) = world(false, &SLOW)? else { return Ok(()) };
-    let long = Case { max_tokens: 60, ..case(40, "long") };
-    let alone = [case(300, "alone").send(&first.engines()[0], None)?, long.send(&first.engines()[1], None)?];
+    let long = Case { max_tokens: 60, ..sampled(40, "long") };
+    let alone =
+        [sampled(300, "alone").send(&first.engines()[0], None)?, long.send(&first.engines()[1], None)?];
     let (receiver, sender) = (first.engines()[0].clone(), first.engines()[1].clone());
     let calls = Calls { world: &first, sender: 1, receiver: 0, seq_id: "within" };
     let wanted = calls.alone()?;
@@ -188,7 +163,7 @@ fn a_world_is_lost_with_an_engine_and_formed_anew() -> Result<()> {
             Ok(seen.is_some())
         })?;
         ensure!(seen.iter().any(|body| body.contains("the world is lost: element 1 is gone")), "{seen:?}");
-        let refused = case(10, "late").send(&receiver, None);
+        let refused = sampled(10, "late").send(&receiver, None);
         ensure!(refused.is_err(), "an engine without a world takes new work");
 
         ensure!(sending.join().expect("no panic").is_err(), "a killed sender answered");
@@ -208,7 +183,7 @@ fn a_world_is_lost_with_an_engine_and_formed_anew() -> Result<()> {
     drop(first);
 
     let Some(second) = world(false, &[])? else { return Ok(()) };
-    let again = case(300, "again").send(second.router().url(), Some("prefill_decode"))?;
+    let again = sampled(300, "again").send(second.router().url(), Some("prefill_decode"))?;
     ensure!(again.token_ids == alone[0].token_ids, "{:?} is not {:?}", again.token_ids, alone[0].token_ids);
     Ok(())
 }
@@ -228,7 +203,7 @@ fn joining_a_formed_world_is_refused() -> Result<()> {
     ensure!(refused.status == 400, "{refused:?}");
     ensure!(refused.body.contains("kv_addr_info") && refused.body.contains("takes nobody in"), "{refused:?}");
     // Those who are in it go on.
-    let answer = case(100, "members").send(world.router().url(), Some("prefill_decode"))?;
+    let answer = sampled(100, "members").send(world.router().url(), Some("prefill_decode"))?;
     ensure!(Work::of(&answer)?.sent == 99, "{:?}", answer.stats);
     Ok(())
 }
@@ -245,7 +220,7 @@ fn leaving_a_formed_world_is_final() -> Result<()> {
     })?;
     let refused = calls.remote_send(&prepared, 1)?;
     ensure!(refused.status == 410 && refused.body.contains("the receiver is gone"), "{refused:?}");
-    let alone = case(50, "alone").send(&world.engines()[0], None)?;
+    let alone = sampled(50, "alone").send(&world.engines()[0], None)?;
     ensure!(!alone.token_ids.is_empty(), "the one that stays serves what it computes itself");
     until("the one that leaves says so", || Ok(world.log().contains("leaves a world that others go on in")))?;
     world.stop(Duration::from_secs(30))?;

@@ -12,6 +12,7 @@ mod gpu;
 mod kernels;
 mod layers;
 mod model;
+mod nixl;
 mod nvshmem;
 mod shape;
 mod shell;
@@ -46,6 +47,8 @@ enum Command {
     Bench(bench::Args),
     /// Fetches NVSHMEM's packages, and checks what is built against them: bindings, loading, two processes that find each other.
     Nvshmem(nvshmem::Args),
+    /// Fetches NIXL's package, and tests the transport over it.
+    Nixl(nixl::Args),
     /// Compiles the kernels for GPUs, reports registers and spills, and runs every kernel on the CPU.
     Kernels(kernels::Args),
     /// Checks and measures what runs on a GPU, as one JSON row; on a machine without one, says so and exits with status 2.
@@ -79,6 +82,7 @@ fn run(command: Command) -> Result<()> {
         Command::Ci => ci::run(),
         Command::Model(args) => model::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Nixl(args) => nixl::run(&args),
         Command::Nvshmem(args) => nvshmem::run(&args),
         Command::Kernels(args) => kernels::run(&args),
         Command::Gpu(args) => gpu::run(&args),

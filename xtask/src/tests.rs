@@ -6,12 +6,12 @@ use std::process::Command;
 use anyhow::{Context as _, Result, bail};
 use microserving_harness::World;
 
-use crate::{model, shell};
+use crate::{model, nixl, shell};
 
 /// Options of `cargo xtask test`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// Make every skip a failure: the demo model, the Python clients and the fixtures must be there. Only OpenSHMEM's launcher, a package of the
+    /// Make every skip a failure: the demo model, the Python clients, NIXL and the fixtures must be there. Only OpenSHMEM's launcher, a package of the
     /// system, may be missing; what is skipped then is said first.
     #[arg(long)]
     full: bool,
@@ -28,6 +28,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     shell::run(shell::cargo().args(["build", "--workspace", "--all-targets"]))?;
     let demo_model = needed("the demo model", args.full, model::fetch_demo_model())?;
     let python = needed("the Python clients", args.full, python_clients())?;
+    let nixl = needed("NIXL", args.full, nixl::library())?;
 
     if !World::can_start() {
         println!("SKIPPED: tests over OpenSHMEM (oshrun is not installed: openmpi-bin, libopenmpi-dev)");
@@ -47,6 +48,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     if let Some(path) = python {
         command.env("MICROSERVING_PYTHON", path);
+    }
+    if let Some(path) = nixl {
+        command.env("NIXL_LIBRARY", path);
     }
     if args.full {
         command.env("MICROSERVING_FULL", "1");

@@ -1,5 +1,6 @@
 //! The options of `engined`, each declared once.
 
+use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -133,8 +134,9 @@ pub(crate) struct Options {
     #[arg(long, env = "MICROSERVING_ENGINE_ID", value_name = "NAME", help_heading = "Cluster")]
     pub(crate) engine_id: Option<String>,
 
-    /// How KV travels between engines: `shm` between processes of one host; `openshmem` between the processes that `oshrun` started;
-    /// `nvshmem` between GPUs (feature `nvshmem`, with the --world options); `loopback` within this process only. docs/transport.md.
+    /// How KV travels between engines: `shm` between processes of one host; `nixl` between hosts (with --nixl-listen); `openshmem` between
+    /// the processes that `oshrun` started; `nvshmem` between GPUs (feature `nvshmem`, with the --world options); `loopback` within this
+    /// process only. docs/transport.md.
     #[arg(
         long,
         env = "MICROSERVING_TRANSPORT",
@@ -143,6 +145,15 @@ pub(crate) struct Options {
         help_heading = "Cluster"
     )]
     pub(crate) transport: TransportName,
+
+    /// Address of this host that the engines which send to this one reach, and a port for their control connections; port 0 takes a free
+    /// one. For `nixl`, which `auto` then takes; with `nixl` by default the host of --listen, if that is one address.
+    #[arg(long, env = "MICROSERVING_NIXL_LISTEN", value_name = "IP:PORT", help_heading = "Cluster")]
+    pub(crate) nixl_listen: Option<SocketAddr>,
+
+    /// NIXL's `libnixl_capi.so`; by default where the system's loader finds it.
+    #[arg(long, env = "MICROSERVING_NIXL_LIBRARY", value_name = "PATH", help_heading = "Cluster")]
+    pub(crate) nixl_library: Option<PathBuf>,
 
     /// Number of this engine in its world, from 0: what `recv_rank` says of it. For `nvshmem`.
     #[arg(
@@ -283,10 +294,13 @@ pub(crate) enum Device {
 /// How KV travels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum TransportName {
-    /// `nvshmem` with the world options, `openshmem` under its launcher, else `shm` where the system has it, else `loopback`.
+    /// `nvshmem` with the world options, `openshmem` under its launcher, `nixl` where it is told to listen, else `shm` where the system has
+    /// it, else `loopback`.
     Auto,
     /// Shared memory between processes of one host.
     Shm,
+    /// Reads by NIXL between engines of one host or several that come and go.
+    Nixl,
     /// Symmetric host memory of the processes that one launcher started.
     Openshmem,
     /// Symmetric memory of GPUs.

@@ -35,6 +35,20 @@ pub(crate) fn run(name: &str, checksum: bool) -> Result<(usize, Duration)> {
     carry_bytes(name, checksum, NUM_BYTES).map(|took| (NUM_BYTES, took))
 }
 
+/// As [`run`], between transports that the caller has made.
+///
+/// # Errors
+/// As [`run`].
+pub(crate) fn between(
+    name: &str,
+    sender: Box<dyn KvTransport>,
+    receiver: Box<dyn KvTransport>,
+) -> Result<(usize, Duration)> {
+    let took = carry(sender, receiver, NUM_BYTES);
+    let took = took.with_context(|| format!("the self-test of the transport {name} failed"))?;
+    Ok((NUM_BYTES, took))
+}
+
 /// As [`run`], with so many bytes; returns how long they were under way.
 ///
 /// # Errors

@@ -1,10 +1,12 @@
 //! Choosing and opening a transport.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use microserving_daemon::Refused;
 use microserving_transport::{KvTransport, LoopbackHub};
+use microserving_transport_nixl::{NixlConfig, NixlTransport};
 use microserving_transport_pgas::{OpenShmem, Pgas, PgasConfig, PgasTransport, WorldWatch};
 use microserving_transport_shm::{ShmConfig, ShmTransport};
 
@@ -37,6 +39,8 @@ struct Choice {
 pub(crate) fn check(options: &Options) -> Result<()> {
     let world = options.world_rank.is_some();
     let pgas = matches!(options.transport, TransportName::Openshmem | TransportName::Nvshmem);
+    let nixl = options.transport == TransportName::Nixl
+        || options.transport == TransportName::Auto && options.nixl_listen.is_some();
     let wrong = [
         (
             world && !matches!(options.transport, TransportName::Nvshmem | TransportName::Auto),
@@ -55,8 +59,21 @@ pub(crate) fn check(options: &Options) -> Result<()> {
             options.transport == TransportName::Nvshmem && options.device == Device::Cpu,
             "transport: nvshmem moves the memory of GPUs; use openshmem or shm with the device cpu",
         ),
+        (options.nixl_listen.is_some() && !nixl, "nixl_listen: only for the transport nixl"),
         (
-            options.calibrate && (pgas || world),
+            options.nixl_listen.is_some() && world,
+            "nixl_listen: only for the transport nixl, and the world options are for nvshmem",
+        ),
+        (
+            options.nixl_library.is_some() && !nixl,
+            "nixl_library: only for the transport nixl, which auto takes with nixl_listen",
+        ),
+        (
+            nixl && nixl_listen(options).is_none(),
+            "nixl_listen: needed where listen names no single address: nixl tells senders where to connect",
+        ),
+        (
+            options.calibrate && (pgas || world || nixl),
             "calibrate: it measures one process alone; use the transport shm",
         ),
     ];
@@ -64,6 +81,15 @@ pub(crate) fn check(options: &Options) -> Result<()> {
         Some((_, reason)) => Err(Refused((*reason).to_owned()).into()),
         None => Ok(()),
     }
+}
+
+/// Returns where senders connect over `nixl`: where it is told to listen, else at the address that clients use.
+fn nixl_listen(options: &Options) -> Option<SocketAddr> {
+    let told = options.nixl_listen.or_else(|| {
+        let listen: SocketAddr = options.listen.parse().ok()?;
+        Some(SocketAddr::new(listen.ip(), 0))
+    });
+    told.filter(|listen| !listen.ip().is_unspecified())
 }
 
 /// Returns how many processes a launcher of OpenSHMEM started together, if this is one of them.
@@ -76,6 +102,9 @@ fn choose(options: &Options, launched_with: Option<u32>) -> Choice {
     match (options.transport, launched_with) {
         (TransportName::Auto, _) if options.world_rank.is_some() => {
             choice(TransportName::Nvshmem, "a world of GPUs is given")
+        }
+        (TransportName::Auto, _) if options.nixl_listen.is_some() => {
+            choice(TransportName::Nixl, "it is told where engines of other hosts connect")
         }
         (TransportName::Auto, Some(num_pes)) if num_pes > 1 && !options.calibrate => Choice {
             name: TransportName::Openshmem,
@@ -100,6 +129,7 @@ pub(crate) fn open(options: &Options, engine_id: &str, region_bytes: usize) -> R
         }
         TransportName::Nvshmem => form(nvshmem(options)?, region_bytes, checksum, &why),
         TransportName::Loopback => tested(loopback(checksum, engine_id), checksum, &why),
+        TransportName::Nixl => over_nixl(options, &why),
         TransportName::Shm | TransportName::Auto => match (shm(checksum), options.transport) {
             (Ok(transport), _) => tested(transport, checksum, &why),
             (Err(error), TransportName::Auto) => {
@@ -117,6 +147,24 @@ fn tested(transport: Box<dyn KvTransport>, checksum: bool, why: &str) -> Result<
     let (num_bytes, took) = self_test::run(name, checksum)?;
     let report = report(name, why, num_bytes, took, "to another transport of this process");
     Ok(Opened { transport, report, world: None })
+}
+
+/// Makes a transport over NIXL. The test is between two more of the kind, at the same address of this host.
+fn over_nixl(options: &Options, why: &str) -> Result<Opened> {
+    let Some(listen) = nixl_listen(options) else {
+        anyhow::bail!("nixl_listen: there is no address to listen at")
+    };
+    let open = |listen| -> Result<Box<dyn KvTransport>> {
+        let config = NixlConfig::new(listen)
+            .with_library(options.nixl_library.clone())
+            .with_checksum(options.checksum);
+        Ok(Box::new(NixlTransport::new(config).context("the transport nixl cannot be used")?))
+    };
+    let any_port = SocketAddr::new(listen.ip(), 0);
+    let (num_bytes, took) = self_test::between("nixl", open(any_port)?, open(any_port)?)?;
+    let to = format!("to another transport of this process, over {}", listen.ip());
+    let report = report("nixl", why, num_bytes, took, &to);
+    Ok(Opened { transport: open(listen)?, report, world: None })
 }
 
 /// Forms a world; the transfer that forming it ends with is the test.
@@ -196,6 +244,7 @@ mod tests {
         assert_eq!(chosen(&[], Some(2)), TransportName::Openshmem);
         assert_eq!(chosen(&["--calibrate"], Some(2)), TransportName::Shm);
         assert_eq!(chosen(&["--transport", "shm"], Some(2)), TransportName::Shm);
+        assert_eq!(chosen(&["--nixl-listen", "10.0.0.1:0"], Some(2)), TransportName::Nixl);
         let world = ["--world-rank", "0", "--world-size", "2", "--world-file", "/shared/id"];
         assert_eq!(chosen(&world, None), TransportName::Nvshmem);
         assert!(choose(&options(&[]), Some(2)).why.contains("one of 2"));
@@ -208,12 +257,19 @@ mod tests {
             ([&world[..], &["--transport", "shm"]].concat(), "only for the transport nvshmem"),
             (world.to_vec(), "must be below world_size"),
             (vec!["--transport", "nvshmem"], "needs world_rank"),
+            (vec!["--transport", "shm", "--nixl-listen", "10.0.0.1:0"], "nixl_listen: only for"),
+            (vec!["--nixl-library", "/x.so", "--transport", "loopback"], "nixl_library: only for"),
+            (vec!["--transport", "nixl", "--listen", "0.0.0.0:8001"], "listen names no single address"),
+            (vec!["--transport", "nixl", "--nixl-listen", "[::]:0"], "listen names no single address"),
+            (vec!["--transport", "nixl", "--calibrate"], "measures one process alone"),
             (vec!["--transport", "openshmem", "--calibrate"], "measures one process alone"),
         ] {
             let error = check(&options(&args)).unwrap_err().to_string();
             assert!(error.contains(part), "{args:?}: {error}");
         }
         check(&options(&["--transport", "openshmem"])).unwrap();
+        check(&options(&["--transport", "nixl"])).unwrap();
+        check(&options(&["--nixl-listen", "10.0.0.1:0", "--nixl-library", "x.so"])).unwrap();
     }
 
     #[test]

@@ -15,6 +15,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use microserving_protocol::{KvMemory, MemoryKind};
+use microserving_transport::one_sided::available_bytes;
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use xxhash_rust::xxh3::Xxh3;
@@ -155,18 +156,6 @@ fn map_from_peer(memfd: &OwnedFd) -> io::Result<Mapping> {
     // A child of this process must not keep a writable mapping: the fence watches this process only.
     mapping.advise(Advice::LinuxDontFork)?;
     Ok(mapping)
-}
-
-/// Returns the memory that the host, and our control group if it is limited, can still give; nothing if it is not known.
-fn available_bytes() -> Option<u64> {
-    let number = |path| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
-    let host = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
-        let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-        line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
-    });
-    let group = number("/sys/fs/cgroup/memory.max")
-        .map(|max| max.saturating_sub(number("/sys/fs/cgroup/memory.current").unwrap_or(0)));
-    host.into_iter().chain(group).min()
 }
 
 /// This process's own KV region.

@@ -14,6 +14,9 @@
 //! their checksum) ends as `Lost` at the receiver and as `Closed` with [`Refusal::Revoked`] at the sender. What a lost claim
 //! covered cannot be claimed again.
 //!
+//! The drawing is of what the two see, not of who moves the bytes: a sender may write, or a receiver may read what the sender says is
+//! there. `Released` then waits for the receiver's own reads.
+//!
 //! A transport knows bytes and ranges, never models. All methods are called from one thread, do not block, and report
 //! through [`KvTransport::poll`].
 
@@ -148,7 +151,8 @@ pub enum TransportEvent {
     Released {
         /// The grant.
         generation: Generation,
-        /// True if a writer's exit had to be awaited instead of its acknowledgement.
+        /// True if a writer's exit, or the end of what was being read from one that is gone, had to be awaited instead of its
+        /// acknowledgement.
         fenced: bool,
     },
 }

@@ -1,6 +1,6 @@
 //! What transports carry: bytes between two processes against `memcpy`, and what of a transfer a request waits for.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use super::engine::percentile;
 use super::row::Rows;
-use crate::{shell, table};
+use crate::{nixl, shell, table};
 
 /// Tokens of the prompt whose transfer is looked at.
 const PROMPT_TOKENS: u32 = 2000;
@@ -25,12 +25,25 @@ pub(crate) fn run(binaries: &Path, model: &str, rows: &mut Rows) -> Result<()> {
     if !launcher {
         println!("SKIPPED: openshmem (oshrun is not installed: openmpi-bin, libopenmpi-dev)");
     }
-    bandwidth(launcher, rows)?;
-    exposed(binaries, model, launcher, rows)
+    let nixl = nixl::library();
+    if let Err(error) = &nixl {
+        println!("SKIPPED: nixl ({error:#})");
+    }
+    let there = There { launcher, nixl: nixl.ok() };
+    bandwidth(&there, rows)?;
+    exposed(binaries, model, &there, rows)
+}
+
+/// What there is beside shared memory.
+struct There {
+    /// OpenSHMEM's.
+    launcher: bool,
+    /// The library.
+    nixl: Option<PathBuf>,
 }
 
 /// Runs the transports' own measurements.
-fn bandwidth(launcher: bool, rows: &mut Rows) -> Result<()> {
+fn bandwidth(there: &There, rows: &mut Rows) -> Result<()> {
     let examples = shell::target_dir().join("release/examples");
     let build = |package: &str, example: &str| {
         let arguments = ["build", "--quiet", "--release", "--package", package, "--example", example];
@@ -38,7 +51,7 @@ fn bandwidth(launcher: bool, rows: &mut Rows) -> Result<()> {
     };
     build("microserving-transport-shm", "bandwidth")?;
     let mut printed = shell::output(&mut Command::new(examples.join("bandwidth")))?;
-    if launcher {
+    if there.launcher {
         build("microserving-transport-pgas", "pgas_bandwidth")?;
         let mut command = Command::new("oshrun");
         command.args([
@@ -54,6 +67,10 @@ fn bandwidth(launcher: bool, rows: &mut Rows) -> Result<()> {
         command.arg(examples.join("pgas_bandwidth")).env("SHMEM_SYMMETRIC_HEAP_SIZE", HEAP_BYTES.to_string());
         command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
         printed += &shell::output(&mut command)?;
+    }
+    if let Some(library) = &there.nixl {
+        build("microserving-transport-nixl", "nixl_bandwidth")?;
+        printed += &shell::output(Command::new(examples.join("nixl_bandwidth")).arg(library))?;
     }
     let mut lines = Vec::new();
     for line in printed.lines().filter(|line| line.starts_with('{')) {
@@ -86,9 +103,9 @@ fn bandwidth_line(result: &Value) -> Result<Vec<String>> {
 }
 
 /// Disaggregates long prompts over two real engines, and asks what of the time to the first token was waiting for a transfer.
-fn exposed(binaries: &Path, model: &str, launcher: bool, rows: &mut Rows) -> Result<()> {
+fn exposed(binaries: &Path, model: &str, there: &There, rows: &mut Rows) -> Result<()> {
     let mut lines = Vec::new();
-    for transport in ["shm", "openshmem"] {
+    for transport in ["shm", "nixl", "openshmem"] {
         let engine_args = [
             "--threads",
             "1",
@@ -99,11 +116,15 @@ fn exposed(binaries: &Path, model: &str, launcher: bool, rows: &mut Rows) -> Res
             "--max-step-milliseconds",
             "0",
         ];
-        let answers = if transport == "shm" {
+        let nixl = there.nixl.as_ref().filter(|_| transport == "nixl");
+        let answers = if transport == "shm" || nixl.is_some() {
             let mut options = ClusterOptions::model(2, model).engine_args(engine_args);
+            if let Some(library) = nixl {
+                options = options.engine_args(["--nixl-library", &library.to_string_lossy()]);
+            }
             options.binaries = Some(binaries.to_path_buf());
             answers(Cluster::start(&options)?.router().url())?
-        } else if launcher {
+        } else if transport == "openshmem" && there.launcher {
             let args: Vec<String> =
                 ["--model", model].iter().chain(&engine_args).map(|&arg| arg.to_owned()).collect();
             let engines = [args.clone(), args];

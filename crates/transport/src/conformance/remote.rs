@@ -80,9 +80,7 @@ impl Line {
     }
 
     fn say(&mut self, verb: &str, words: &[String]) {
-        let line =
-            std::iter::once(verb).chain(words.iter().map(String::as_str)).collect::<Vec<_>>().join(" ");
-        writeln!(self.writer, "{line}").expect("the other process lives");
+        writeln!(self.writer, "{}", line_of(verb, words)).expect("the other process lives");
     }
 
     /// Reads an answer: `ok` and its words, or an error of the contract.
@@ -107,6 +105,18 @@ impl Line {
         self.say(verb, words);
         self.hear()
     }
+
+    /// For calls that cannot fail.
+    fn call_if_it_lives(&mut self, verb: &str, words: &[String]) -> Option<Vec<String>> {
+        writeln!(self.writer, "{}", line_of(verb, words)).ok()?;
+        let mut line = String::new();
+        self.reader.read_line(&mut line).ok()?;
+        line.strip_prefix("ok").map(|words| words.split_whitespace().map(str::to_owned).collect())
+    }
+}
+
+fn line_of(verb: &str, words: &[String]) -> String {
+    std::iter::once(verb).chain(words.iter().map(String::as_str)).collect::<Vec<_>>().join(" ")
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -139,11 +149,16 @@ impl RemoteTransport {
     fn tell(&self, verb: &str, words: &[String]) {
         self.call(verb, words).expect("it cannot fail");
     }
+
+    /// As [`Self::call`], but a process that was killed answers nothing, which is no failure.
+    fn call_if_it_lives(&self, verb: &str, words: &[String]) -> Vec<String> {
+        self.line.lock().expect("one thread").call_if_it_lives(verb, words).unwrap_or_default()
+    }
 }
 
 impl Drop for RemoteTransport {
     fn drop(&mut self) {
-        self.tell("drop", &[]);
+        self.call_if_it_lives("drop", &[]);
     }
 }
 
@@ -266,7 +281,7 @@ impl KvTransport for RemoteTransport {
     }
 
     fn poll(&mut self, now: Duration, events: &mut Vec<TransportEvent>) {
-        let answer = self.call("poll", &[now.as_nanos().to_string()]).expect("events");
+        let answer = self.call_if_it_lives("poll", &[now.as_nanos().to_string()]);
         events.extend(answer.iter().map(|text| event_of(text)));
     }
 

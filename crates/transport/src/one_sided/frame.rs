@@ -15,7 +15,7 @@
 //! Numbers are little-endian. How a message is delimited is the transport's: a frame is a message of at most [`MAX_MESSAGE`] bytes.
 //! Whatever a peer sends, decoding answers with a frame or a [`FrameError`].
 
-use super::Record;
+use super::{Fields, Record};
 use crate::{ByteRun, Refusal};
 use microserving_protocol::KvRange;
 
@@ -126,7 +126,7 @@ impl Frame {
     /// Why the bytes are none.
     pub fn decode(bytes: &[u8]) -> Result<Self, FrameError> {
         let (&tag, rest) = bytes.split_first().ok_or(FrameError::Truncated)?;
-        let mut input = Input(rest);
+        let mut input = Fields::new(rest);
         let frame = match tag {
             1 => Self::Hello {
                 version: input.small("version")?,
@@ -136,7 +136,7 @@ impl Frame {
             2 => Self::Open {
                 channel: input.word()?,
                 range: input.range()?,
-                credential: std::mem::take(&mut input.0).to_vec(),
+                credential: input.rest().to_vec(),
             },
             3 => Self::Records {
                 channel: input.word()?,
@@ -151,7 +151,7 @@ impl Frame {
                 slot: input.small("slot")?,
                 num_bytes: input.word()?,
                 checksum: input.flag("checksum")?,
-                runs: input.list(RUN_BYTES, MAX_RUNS, Input::run)?,
+                runs: input.list(RUN_BYTES, MAX_RUNS, Fields::run)?,
             },
             7 => Self::Refuse {
                 channel: input.word()?,
@@ -159,10 +159,10 @@ impl Frame {
             },
             8 => Self::Stop { channel: input.word()? },
             9 => Self::Finished { channel: input.word()?, refusal: input.refusal()? },
-            10 => Self::Reject { reason: String::from_utf8_lossy(std::mem::take(&mut input.0)).into_owned() },
+            10 => Self::Reject { reason: String::from_utf8_lossy(input.rest()).into_owned() },
             tag => return Err(FrameError::UnknownTag { tag }),
         };
-        match input.0.len() {
+        match input.rest().len() {
             0 => Ok(frame),
             num_bytes => Err(FrameError::TrailingBytes { num_bytes }),
         }
@@ -174,7 +174,7 @@ fn put_run(out: &mut Vec<u8>, run: ByteRun) {
     out.extend((run.num_bytes as u64).to_le_bytes());
 }
 
-const REFUSALS: [Refusal; 6] = [
+pub(super) const REFUSALS: [Refusal; 6] = [
     Refusal::BadCredential,
     Refusal::Stale,
     Refusal::RangeTaken,
@@ -187,64 +187,6 @@ const REFUSALS: [Refusal; 6] = [
 fn refusal_code(refusal: Option<Refusal>) -> u64 {
     let place = refusal.and_then(|refusal| REFUSALS.iter().position(|known| *known == refusal));
     place.map_or(0, |place| place as u64 + 1)
-}
-
-/// What is left to decode.
-struct Input<'a>(&'a [u8]);
-
-impl Input<'_> {
-    fn word(&mut self) -> Result<u64, FrameError> {
-        let (bytes, rest) = self.0.split_first_chunk().ok_or(FrameError::Truncated)?;
-        self.0 = rest;
-        Ok(u64::from_le_bytes(*bytes))
-    }
-
-    fn small<T: TryFrom<u64>>(&mut self, field: &'static str) -> Result<T, FrameError> {
-        T::try_from(self.word()?).map_err(|_| FrameError::BadField { field })
-    }
-
-    fn flag(&mut self, field: &'static str) -> Result<bool, FrameError> {
-        match self.word()? {
-            0 => Ok(false),
-            1 => Ok(true),
-            _ => Err(FrameError::BadField { field }),
-        }
-    }
-
-    fn range(&mut self) -> Result<KvRange, FrameError> {
-        let (begin, end) = (self.small("begin")?, self.small("end")?);
-        KvRange::new(begin, end).ok_or(FrameError::BadField { field: "range" })
-    }
-
-    fn run(&mut self) -> Result<ByteRun, FrameError> {
-        Ok(ByteRun { offset: self.small("offset")?, num_bytes: self.small("num_bytes")? })
-    }
-
-    fn refusal(&mut self) -> Result<Option<Refusal>, FrameError> {
-        match self.small::<usize>("refusal")? {
-            0 => Ok(None),
-            code => {
-                REFUSALS.get(code - 1).copied().map(Some).ok_or(FrameError::BadField { field: "refusal" })
-            }
-        }
-    }
-
-    /// Reads items to the end. The room for them is bounded by the bytes that are there.
-    fn list<T>(
-        &mut self,
-        item_bytes: usize,
-        max_items: usize,
-        item: impl Fn(&mut Self) -> Result<T, FrameError>,
-    ) -> Result<Vec<T>, FrameError> {
-        if self.0.len() / item_bytes > max_items {
-            return Err(FrameError::TooLong);
-        }
-        let mut items = Vec::with_capacity(self.0.len() / item_bytes);
-        while !self.0.is_empty() {
-            items.push(item(self)?);
-        }
-        Ok(items)
-    }
 }
 
 #[cfg(test)]

@@ -78,6 +78,19 @@ fn start_time_of(pid: &str) -> io::Result<u64> {
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "/proc/<pid>/stat has no start time"))
 }
 
+/// Returns the memory that the host, and our control group if it is limited, can still give; nothing if it is not known.
+#[must_use]
+pub fn available_bytes() -> Option<u64> {
+    let number = |path| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let host = fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
+        let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+        line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+    });
+    let group = number("/sys/fs/cgroup/memory.max")
+        .map(|max| max.saturating_sub(number("/sys/fs/cgroup/memory.current").unwrap_or(0)));
+    host.into_iter().chain(group).min()
+}
+
 #[cfg(test)]
 mod tests {
     use std::process::Command;
