@@ -305,8 +305,17 @@ impl Agent {
     }
 }
 
-impl Drop for Agent {
-    fn drop(&mut self) {
+impl Agent {
+    /// Ends the agent, as dropping it does. Says whether the library did so: only then nothing lands in its memory any more.
+    #[must_use]
+    pub(crate) fn end(mut self) -> bool {
+        self.close()
+    }
+
+    fn close(&mut self) -> bool {
+        if self.handle.is_null() {
+            return true;
+        }
         for (_, request) in std::mem::take(&mut self.reads) {
             self.release(request);
         }
@@ -316,10 +325,19 @@ impl Drop for Agent {
         // SAFETY: as above.
         unsafe { (functions.destroy_backend)(self.backend) };
         // SAFETY: as above.
-        let status = unsafe { (functions.destroy_agent)(self.handle) };
+        let status = unsafe { (functions.destroy_agent)(std::mem::replace(&mut self.handle, null_mut())) };
         if status != nixl::SUCCESS {
             tracing::error!(status, "NIXL does not end an agent");
+            // Whatever may land there still must not land in somebody else's memory.
+            std::mem::forget(self.region.clone());
         }
+        status == nixl::SUCCESS
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        self.close();
     }
 }
 

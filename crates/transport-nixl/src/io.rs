@@ -165,6 +165,10 @@ impl Io {
         let region = agent.region().clone();
         self.reading.set_region(region.clone());
         self.region = Some(region);
+        if let Err(error) = self.reading.prepare() {
+            // It is tried again with the first read.
+            tracing::error!(%error, "nothing can be received here for now");
+        }
         match agent.metadata() {
             Ok(metadata) => self.serving = Some(Serving { _agent: agent, metadata }),
             // Claims on others are refused below, and others' claims on us are not in need of it.

@@ -104,6 +104,11 @@ impl Reading {
         }
     }
 
+    /// Makes a reader before it is needed: the first read then need not wait for one.
+    pub(crate) fn prepare(&mut self) -> Result<(), NixlError> {
+        self.reader().map(drop)
+    }
+
     /// Returns the reader that is not spoilt, made if there is none.
     fn reader(&mut self) -> Result<&mut Reader, NixlError> {
         if let Some(at) = self.readers.iter().position(|reader| !reader.spoilt) {
@@ -153,12 +158,13 @@ impl Reading {
         };
         for reader in self.readers.extract_if(.., |reader| is_over(reader)) {
             let Reader { agent, reads, failed, .. } = reader;
+            let num_reads = reads.len() + failed.len();
             // The fence: its connections end and its memory leaves the network before it is gone.
-            drop(agent);
-            tracing::info!(
-                num_reads = reads.len() + failed.len(),
-                "fenced reads by destroying the agent that made them"
-            );
+            if !agent.end() {
+                tracing::error!(num_reads, "reads may be under way for ever: their pages stay quarantined");
+                continue;
+            }
+            tracing::info!(num_reads, "fenced reads by destroying the agent that made them");
             news.extend(failed.into_iter().chain(reads.into_values()).map(News::Over));
         }
         news
