@@ -50,10 +50,13 @@ impl Drop for Process {
     }
 }
 
+/// A sender's process and what drives it, until it is killed.
+type Slot = Option<(Process, Remote)>;
+
 /// Every sender in a process of its own; one that lives serves rule after rule.
 struct Processes {
     folder: PathBuf,
-    living: Rc<RefCell<Vec<Option<(Process, Remote)>>>>,
+    living: Rc<RefCell<Vec<Slot>>>,
 }
 
 impl Processes {
@@ -118,9 +121,8 @@ fn process() {
 /// One rule after the other: agents are made for each.
 fn all_rules(factory: &dyn Factory) {
     for (name, rule) in RULES {
-        let begun = std::time::Instant::now();
         rule(factory);
-        let _ = writeln!(std::io::stderr(), "held: {name} ({:?})", begun.elapsed());
+        let _ = writeln!(std::io::stderr(), "held: {name}");
     }
 }
 
