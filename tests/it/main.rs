@@ -23,6 +23,7 @@ mod simulation;
 mod switch;
 mod two_routers;
 mod wires;
+mod workers;
 
 /// A file that is not listed above would silently not run.
 #[test]

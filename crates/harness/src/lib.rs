@@ -23,4 +23,4 @@ mod world;
 pub use cluster::{Cluster, ClusterOptions};
 pub use daemon::{Daemon, binary_dir};
 pub use proxy::{OnPoint, Points, Proxy};
-pub use world::World;
+pub use world::{World, launcher};

@@ -11,6 +11,20 @@ use tempfile::TempDir;
 
 use crate::{Daemon, binary_dir, http};
 
+/// Returns a launcher of worlds with so much symmetric memory an element, to be told what to start: `-np 1 PROGRAM ARGS : -np 1 …`.
+#[must_use]
+pub fn launcher(heap_bytes: u64) -> Command {
+    let mut command = Command::new("oshrun");
+    // The component `uct` crashes at the end of every program in Open MPI 4.1.
+    // With recovery, the launcher leaves the others to themselves when one dies: they end what runs.
+    command.args(["--enable-recovery", "--oversubscribe", "--mca", "btl", "^uct"]);
+    command.args(["-x", "SHMEM_SYMMETRIC_HEAP_SIZE"]);
+    command.env("SHMEM_SYMMETRIC_HEAP_SIZE", heap_bytes.to_string());
+    // Containers' only user.
+    command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
+    command
+}
+
 /// A running world and a router for it. The launcher is asked to stop when it is dropped, and killed if it does not.
 #[derive(Debug)]
 pub struct World {
@@ -45,11 +59,7 @@ impl World {
             .tempdir()
             .context("no temporary folder")?;
         let sink = File::create(dir.path().join("log")).context("cannot create the log")?;
-        let mut command = Command::new("oshrun");
-        // The component `uct` crashes at the end of every program in Open MPI 4.1.
-        // With recovery, the launcher leaves the others to themselves when one dies: they end what runs.
-        command.args(["--enable-recovery", "--oversubscribe", "--mca", "btl", "^uct"]);
-        command.args(["-x", "SHMEM_SYMMETRIC_HEAP_SIZE"]);
+        let mut command = launcher(heap_bytes);
         for (rank, args) in engines.iter().enumerate() {
             if rank > 0 {
                 command.arg(":");
@@ -65,9 +75,6 @@ impl World {
             command.arg(dir.path().join(format!("port-{rank}")));
         }
         let launcher = command
-            .env("SHMEM_SYMMETRIC_HEAP_SIZE", heap_bytes.to_string())
-            // Containers' only user.
-            .envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")])
             .stdin(Stdio::null())
             .stdout(sink.try_clone().context("cannot share the log")?)
             .stderr(sink)

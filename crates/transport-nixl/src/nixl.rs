@@ -106,6 +106,17 @@ pub struct NotLoaded {
 /// The library's name where the system's loader is to look for it.
 pub const LIBRARY: &str = "libnixl_capi.so";
 
+// The C library's; std links it.
+unsafe extern "C" {
+    safe fn _exit(status: c_int) -> !;
+    fn on_exit(handler: extern "C" fn(c_int, *mut c_void), data: *mut c_void) -> c_int;
+}
+
+/// Runs before the finalisers of what NIXL brought along, and instead of them: one of libnl's faults when UCX's own has run before it.
+extern "C" fn end_at_once(status: c_int, _: *mut c_void) {
+    _exit(status)
+}
+
 static LOADED: OnceLock<(PathBuf, Nixl)> = OnceLock::new();
 
 impl Nixl {
@@ -128,7 +139,13 @@ impl Nixl {
         // SAFETY: a library with all these names is NIXL's C interface; it is never unloaded (below), as it may have threads.
         let functions = unsafe { Functions::of(&library) }.map_err(fail)?;
         std::mem::forget(library);
-        let (_, nixl) = LOADED.get_or_init(|| (path, Self(Arc::new(functions))));
+        let (_, nixl) = LOADED.get_or_init(|| {
+            // SAFETY: the handler takes no data, and is code of this program, which stays.
+            if unsafe { on_exit(end_at_once, std::ptr::null_mut()) } != 0 {
+                tracing::warn!("no exit handler can be registered; the process may fault when it exits");
+            }
+            (path, Self(Arc::new(functions)))
+        });
         Ok(nixl.clone())
     }
 

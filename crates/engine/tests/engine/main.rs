@@ -3,6 +3,7 @@
 mod apart;
 mod bounds;
 mod cancelling;
+mod devices;
 mod failures;
 mod handle;
 mod idempotency;
