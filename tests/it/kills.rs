@@ -197,6 +197,13 @@ impl Rig {
     }
 }
 
+impl Drop for Rig {
+    fn drop(&mut self) {
+        // Threads of the proxies hold the engines, too, and outlive the test.
+        lock(&self.engines).clear();
+    }
+}
+
 fn on_point(index: usize, engines: &Arc<Mutex<Vec<Daemon>>>, plan: &Arc<Mutex<Plan>>) -> OnPoint {
     let (engines, plan) = (engines.clone(), plan.clone());
     Arc::new(move |point: &str| {
