@@ -4,6 +4,7 @@
 #![allow(clippy::disallowed_types, reason = "real processes are measured; there is no clock to pause")]
 
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use microserving_harness::http::{self, Timed};
@@ -32,6 +33,19 @@ pub fn path_or_skip(variable: &str, what: &str) -> Option<PathBuf> {
 pub fn skip(reason: &str) {
     assert!(std::env::var_os("MICROSERVING_FULL").is_none(), "a skip is a failure in a full run: {reason}");
     eprintln!("SKIPPED: {reason}");
+}
+
+/// Looks again and again until something is so.
+///
+/// # Errors
+/// If it is not within a minute, or a look fails.
+pub fn until(what: &str, mut is_so: impl FnMut() -> Result<bool>) -> Result<()> {
+    let begun = Instant::now();
+    while !is_so()? {
+        ensure!(begun.elapsed() < Duration::from_secs(60), "never came: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
 }
 
 /// Returns a prompt of readable bytes, different for every seed from its first token on.

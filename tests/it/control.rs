@@ -1,12 +1,12 @@
 //! What an operator changes while real processes serve.
 
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use microserving_harness::http;
 use microserving_harness::{Cluster, ClusterOptions, Daemon, binary_dir};
-use microserving_tests::prompt;
+use microserving_tests::{prompt, until};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -22,15 +22,6 @@ fn engine(name: &str) -> Result<Daemon> {
     let mut engine = Daemon::spawn(name, &binary_dir()?.join("engined"), &args, Duration::from_secs(20))?;
     engine.wait_ready(Duration::from_secs(60))?;
     Ok(engine)
-}
-
-fn until(what: &str, mut holds: impl FnMut() -> Result<bool>) -> Result<()> {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !holds()? {
-        ensure!(Instant::now() < deadline, "never: {what}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    Ok(())
 }
 
 #[test]

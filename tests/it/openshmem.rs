@@ -1,11 +1,11 @@
 //! Engines as the elements of an OpenSHMEM world: real processes that its launcher starts.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use microserving_harness::http::{self, Answer};
 use microserving_harness::{Daemon, World, binary_dir};
-use microserving_tests::{Case, Work, number, prompt, sampled};
+use microserving_tests::{Case, Work, number, prompt, sampled, until};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -78,16 +78,6 @@ impl Calls<'_> {
         let answer: Value = http::post(&url, &[], &body)?.json()?;
         Ok(answer["choices"][0]["text"].as_str().context("no text")?.to_owned())
     }
-}
-
-/// Looks again and again until something is so.
-fn until(what: &str, mut is_so: impl FnMut() -> Result<bool>) -> Result<()> {
-    let begun = Instant::now();
-    while !is_so()? {
-        ensure!(begun.elapsed() < Duration::from_secs(30), "never came: {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    Ok(())
 }
 
 fn is_at_least_one(engine: &str, field: &str) -> Result<bool> {

@@ -1,11 +1,11 @@
 //! What engines say of their caches attracts requests, also what no router sent there.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use microserving_harness::http;
 use microserving_harness::{Cluster, ClusterOptions};
-use microserving_tests::{Case, PAGE_SIZE, number, prompt};
+use microserving_tests::{Case, PAGE_SIZE, number, prompt, until};
 
 const NUM_TOKENS: u32 = 20 * PAGE_SIZE;
 /// The engine that each prompt is sent to directly; no order of turns is like that.
@@ -21,15 +21,6 @@ fn metric(cluster: &Cluster, name: &str) -> Result<u64> {
     let metrics = http::get(&format!("{}/metrics", cluster.router().url()))?.body;
     let value = metrics.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok());
     Ok(value.unwrap_or(0))
-}
-
-fn until(what: &str, mut holds: impl FnMut() -> Result<bool>) -> Result<()> {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !holds()? {
-        ensure!(Instant::now() < deadline, "never: {what}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    Ok(())
 }
 
 const REPORTED: &str = "microserving_router_index_pages{source=\"reported\"}";

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use microserving_harness::http;
 use microserving_harness::{Cluster, ClusterOptions, binary_dir};
-use microserving_tests::prompt;
+use microserving_tests::{prompt, until};
 use serde_json::{Value, json};
 
 /// Returns how many generations an engine has answered over gRPC.
@@ -19,6 +19,10 @@ pub(crate) fn grpc_calls(cluster: &Cluster, engine: usize) -> Result<u64> {
 fn wire_of(cluster: &Cluster) -> Result<String> {
     let engines: Value = http::get(&format!("{}/admin/v1/engines", cluster.router().url()))?.json()?;
     Ok(engines.pointer("/engines/0/wire").and_then(Value::as_str).context("no wire")?.to_owned())
+}
+
+fn is_ready(cluster: &Cluster) -> Result<bool> {
+    Ok(http::status(&format!("{}/health/ready", cluster.router().url()))? == 200)
 }
 
 fn complete(cluster: &Cluster, seed: u32) -> Result<String> {
@@ -95,6 +99,7 @@ fn an_engine_may_come_back_without_grpc_and_with_it() -> Result<()> {
     let wanted = complete(&cluster, 1)?;
     let address = cluster.engines()[0].url().trim_start_matches("http://").to_owned();
     cluster.engines_mut()[0].kill()?;
+    until("the router misses it", || Ok(!is_ready(&cluster)?))?;
     for (flags, wire) in [(&["--no-grpc"][..], "rest"), (&[][..], "grpc")] {
         let engined = binary_dir()?.join("engined");
         let args = ["--model", "toy", "--engine-id", "engine-0", "--listen", &address];
@@ -104,18 +109,14 @@ fn an_engine_may_come_back_without_grpc_and_with_it() -> Result<()> {
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()?;
-        let _successor = Successor(child);
-        let until = Instant::now() + Duration::from_secs(30);
+        let successor = Successor(child);
         // The router finds it by itself, and then no request fails.
-        while wire_of(&cluster)? != wire
-            || http::status(&format!("{}/health/ready", cluster.router().url()))? != 200
-        {
-            ensure!(Instant::now() < until, "the wire is {} and not {wire}", wire_of(&cluster)?);
-            std::thread::sleep(Duration::from_millis(50));
-        }
+        until("the router finds it", || Ok(is_ready(&cluster)? && wire_of(&cluster)? == wire))?;
         for _ in 0..5 {
             ensure!(complete(&cluster, 1)? == wanted, "{wire}: another answer");
         }
+        drop(successor);
+        until("the router misses it", || Ok(!is_ready(&cluster)?))?;
     }
     Ok(())
 }

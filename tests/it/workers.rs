@@ -4,12 +4,12 @@ use std::cell::Cell;
 use std::fs::File;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use microserving_harness::http::{self, Timed};
 use microserving_harness::{Cluster, ClusterOptions, Daemon, World, binary_dir, launcher};
-use microserving_tests::{Case, Work, number, path_or_skip, prompt};
+use microserving_tests::{Case, Work, number, path_or_skip, prompt, until};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::{Value, json};
 
@@ -56,16 +56,6 @@ fn worker_of(engine: &str) -> Result<Pid> {
 
 fn kill(worker: Pid) -> Result<()> {
     Ok(kill_process(worker, Signal::KILL)?)
-}
-
-/// Looks again and again until something is so.
-fn until(what: &str, mut is_so: impl FnMut() -> Result<bool>) -> Result<()> {
-    let begun = Instant::now();
-    while !is_so()? {
-        ensure!(begun.elapsed() < PATIENCE, "never came: {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    Ok(())
 }
 
 fn until_ready(engine: &str) -> Result<()> {

@@ -73,6 +73,12 @@ impl ClientError {
         matches!(self, Self::Unreachable { .. } | Self::Lost { .. })
     }
 
+    /// Says whether the engine is there and takes no requests for now: it starts, or drains.
+    #[must_use]
+    pub fn means_not_ready(&self) -> bool {
+        matches!(self, Self::Refused { error, .. } if error.status == 503 && error.code.as_deref() == Some("not_ready"))
+    }
+
     /// Says whether another engine may well do what this one did not: it is gone, has no room, failed or makes no sense.
     #[must_use]
     pub const fn is_worth_another_engine(&self) -> bool {

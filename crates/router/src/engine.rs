@@ -386,6 +386,19 @@ impl Engine {
         self.look.notify_one();
     }
 
+    /// Notes that it said it takes no requests (it starts, or drains): none until it is asked again, which is done at once.
+    pub(crate) fn note_not_ready(&self) {
+        if self.set_health(Health::NotReady) {
+            tracing::warn!(engine = self.name(), "engine is not ready");
+        }
+        self.look.notify_one();
+    }
+
+    /// Notes a sign that it may be gone; it is asked at once.
+    pub(crate) fn note_doubt(&self) {
+        self.look.notify_one();
+    }
+
     /// Is cancelled when it leaves the cluster.
     pub(crate) const fn left(&self) -> &CancellationToken {
         &self.left

@@ -245,6 +245,9 @@ impl Seat {
         if source.means_down() {
             self.engine().note_failure();
         }
+        if source.means_not_ready() {
+            self.engine().note_not_ready();
+        }
         if let ClientError::Refused { error, .. } = &source
             && error.status != 504
         {

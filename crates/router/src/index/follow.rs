@@ -53,6 +53,7 @@ async fn keep_following(engine: &Engine, feed: &mut EngineFeed) {
             End::Quiet => failures = 0,
             End::Woken => {}
             End::Lost { reason, applied } => {
+                engine.note_doubt();
                 // A stream that carried something was worth it; one that breaks at once, again and again, is not.
                 failures = if applied > 1 { 0 } else { failures + 1 };
                 if failures <= 1 {

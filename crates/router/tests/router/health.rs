@@ -85,6 +85,27 @@ async fn an_engine_whose_streams_deliver_is_alive() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_engine_that_says_it_is_not_ready_gets_nothing_more_until_it_is() {
+    let (a, b) = (Fake::new("a"), Fake::new("b"));
+    let world = World::with(&[(&a, Role::Any), (&b, Role::Any)], "data_parallel", |config| {
+        config.placement = PlacementPolicy::RoundRobin;
+        config.thresholds.heartbeat = Duration::from_secs(3600);
+    })
+    .await;
+    // Restarted between two heartbeats.
+    a.set_ready(false);
+    a.on_generate(Act::Refuse(
+        ApiError::unavailable("starting", Duration::from_secs(1)).with_code("not_ready"),
+    ));
+    for _ in 0..4 {
+        assert_eq!(world.complete(&body()).await.text(), "abc");
+    }
+    assert_eq!(generates(&a), 1, "asked once");
+    assert_eq!(engine(&world, 0).health(), Health::NotReady);
+    world.end().await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn thresholds_change_while_serving() {
     let a = Fake::new("a");
     let world = World::new(&[(&a, Role::Any)], "data_parallel").await;
