@@ -3,6 +3,7 @@
 
 use std::fmt;
 
+use memchr::memmem;
 use serde::Deserialize;
 use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::de::{Deserializer, Error, MapAccess, SeqAccess, Visitor};
@@ -21,6 +22,72 @@ pub(crate) enum Body {
         prompt: Option<Vec<TokenId>>,
     },
     Other(Value),
+}
+
+impl Body {
+    /// Parses a body. The ids of a prompt are lifted out first, which is several times as quick as asking a parser for each of them.
+    pub(crate) fn parse(text: &[u8]) -> serde_json::Result<Self> {
+        if let Some((ids, rest)) = lift_ids(text)
+            && let Ok(Self::Object { map, prompt: Some(_) }) = serde_json::from_slice(&rest)
+        {
+            return Ok(Self::Object { map, prompt: Some(ids) });
+        }
+        serde_json::from_slice(text)
+    }
+}
+
+/// Takes the ids of the prompt out of a body, and returns it with an empty list in their place; nothing if there is any doubt which list is the prompt's.
+///
+/// There is none if the name is written once in the whole body, nothing is written by code points, and the rest turns out to have a prompt: a name
+/// of one's own may end in an escaped quote and these letters, or be within another field, but then the rest has no other that could be the prompt.
+fn lift_ids(text: &[u8]) -> Option<(Vec<TokenId>, Vec<u8>)> {
+    const NAME: &[u8] = br#""prompt""#;
+    let behind_name = memmem::find(text, NAME)? + NAME.len();
+    let colon = skip_space(text, behind_name);
+    let open = skip_space(text, colon + 1);
+    if text.get(colon) != Some(&b':') || text.get(open) != Some(&b'[') {
+        return None;
+    }
+    let (ids, end) = read_ids(text, open + 1)?;
+    let (before, behind) = (&text[..open], &text[end..]);
+    if memmem::find(behind, NAME).is_some()
+        || [before, behind].iter().any(|part| memmem::find(part, br"\u").is_some())
+    {
+        return None;
+    }
+    Some((ids, [before, b"[]", behind].concat()))
+}
+
+/// Reads ids up to the end of their list, and returns where that is; nothing if there is anything else among them.
+fn read_ids(text: &[u8], mut at: usize) -> Option<(Vec<TokenId>, usize)> {
+    // Most ids of a vocabulary have four or five digits, and a comma.
+    let mut ids = Vec::with_capacity((text.len() - at) / 5);
+    loop {
+        at = skip_space(text, at);
+        let first = at;
+        let mut id = 0_u32;
+        while let Some(digit) = text.get(at).map(|byte| byte.wrapping_sub(b'0')).filter(|digit| *digit < 10) {
+            id = id.checked_mul(10)?.checked_add(digit.into())?;
+            at += 1;
+        }
+        // No digits, or a zero in front of others.
+        if at == first || (text[first] == b'0' && at > first + 1) {
+            return None;
+        }
+        ids.push(TokenId(id));
+        at = skip_space(text, at);
+        at += 1;
+        match text.get(at - 1)? {
+            b',' => {}
+            b']' => return Some((ids, at)),
+            _ => return None,
+        }
+    }
+}
+
+fn skip_space(text: &[u8], at: usize) -> usize {
+    let is_space = |byte: &&u8| matches!(byte, b' ' | b'\t' | b'\n' | b'\r');
+    at + text.get(at..).unwrap_or_default().iter().take_while(is_space).count()
 }
 
 impl<'de> Deserialize<'de> for Body {
@@ -154,12 +221,16 @@ impl<'de> Visitor<'de> for ItemVisitor {
 
 #[cfg(test)]
 mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+    use proptest::sample::select;
+
     use super::*;
 
     /// Parses both ways, and returns whether the ids were read as such.
     fn check(body: &str) -> bool {
         let plain: Result<Value, _> = serde_json::from_str(body);
-        match (serde_json::from_str(body), plain) {
+        match (Body::parse(body.as_bytes()), plain) {
             (Ok(Body::Object { mut map, prompt }), Ok(Value::Object(plain))) => {
                 let found = prompt.is_some();
                 if let Some(ids) = prompt {
@@ -178,6 +249,36 @@ mod tests {
                 false
             }
             (parsed, plain) => panic!("{body}: {} beside {plain:?}", parsed.is_ok()),
+        }
+    }
+
+    /// Objects whose names and values look like prompts, some of them twice.
+    fn objects() -> impl Strategy<Value = String> {
+        let leaves = [
+            "1",
+            "[]",
+            "[1,2]",
+            "[ 3 ,4 ]",
+            "[5,-6]",
+            r#""prompt""#,
+            r#""\"prompt""#,
+            r#"["prompt"]"#,
+            "null",
+        ];
+        let names = ["prompt", r"pr\u006fmpt", "a", r#"say \"prompt"#];
+        let leaf = select(leaves.to_vec()).prop_map(str::to_owned).boxed();
+        let object = move |value: BoxedStrategy<String>| {
+            let field =
+                (select(names.to_vec()), value).prop_map(|(name, value)| format!(r#""{name}":{value}"#));
+            vec(field, 0..4).prop_map(|fields| format!("{{{}}}", fields.join(","))).boxed()
+        };
+        object(leaf.prop_recursive(2, 8, 3, object.clone()).boxed())
+    }
+
+    proptest! {
+        #[test]
+        fn no_body_is_taken_for_another(body in objects()) {
+            check(&body);
         }
     }
 
@@ -217,6 +318,29 @@ mod tests {
         assert!(check(r#"{"prompt":"a","prompt":[1]}"#));
         assert!(!check(r#"{"prompt":[1],"prompt":"a"}"#));
         assert!(!check(r#"{"a":1} trailing"#));
+        // What looks like the prompt's list and is another's.
+        for (body, found) in [
+            (r#"{"say \"prompt":[1,2]}"#, false),
+            (r#"{"say \"prompt":[1,2],"prompt":[3]}"#, true),
+            (r#"{"x":{"prompt":[1,2]}}"#, false),
+            (r#"{"x":{"prompt":[1,2]},"prompt":[3]}"#, true),
+            (r#"{"x":{"prompt":[1,2]},"pr\u006fmpt":[3]}"#, true),
+            (r#"{"prompt":[1,2],"pr\u006fmpt":[]}"#, true),
+            (r#"{"pr\u006fmpt":[],"prompt":[1,2]}"#, true),
+            (r#"{"x":"prompt","prompt":[1,2]}"#, true),
+            (r#"{"prompt" : [ 10 ,\t0]}"#, false),
+            ("{\"prompt\"\n: [ 10 ,\t0\r]}", true),
+            (r#"[{"prompt":[1,2]}]"#, false),
+            (r#"{"prompt":[1,2]}}"#, false),
+            (r#"{"prompt":[1 2]}"#, false),
+            (r#"{"prompt":[1,2]"#, false),
+            (r#"{"prompt":[1,2"#, false),
+            (r#"{"prompt":"#, false),
+            (r#"{"prompt"}"#, false),
+            (r#"{"prompt":[00]}"#, false),
+        ] {
+            assert_eq!(check(body), found, "{body}");
+        }
         let deep = format!(r#"{{"prompt":{}{}}}"#, "[".repeat(200), "]".repeat(200));
         assert!(!check(&deep));
     }

@@ -29,7 +29,7 @@ impl Fields {
     /// # Errors
     /// 422 if `body` is not that.
     pub fn parse(body: &[u8]) -> Result<Self, ApiError> {
-        match serde_json::from_slice(body) {
+        match Body::parse(body) {
             Ok(Body::Object { map, prompt }) => Ok(Self { map, prompt, prefix: String::new() }),
             Ok(Body::Other(other)) => Err(ApiError::unprocessable(format!(
                 "the body is {}, must be a JSON object",
