@@ -12,6 +12,10 @@ mod run;
 
 use std::process::ExitCode;
 
+/// A request is many small allocations of many threads.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 fn main() -> ExitCode {
     microserving_daemon::run_daemon(run::run)
 }

@@ -19,6 +19,8 @@ use crate::ids::mix;
 
 /// Entries that are allocated at a time.
 const CHUNK: usize = 512;
+/// Entries whose surroundings are read together before the first of them is evicted; a part of a chunk.
+const AHEAD: u32 = 16;
 /// What an entry takes, its head included.
 const ENTRY_BYTES: usize = size_of::<Entry>() + size_of::<u32>();
 /// What a page on an engine takes at most in that engine's log: a log is cleaned when half of it is
@@ -111,10 +113,13 @@ impl PageTable {
     /// Reads the places where pages are looked for, and nothing else. Each is far from the others and in no cache; read one after the
     /// other with nothing in between, the processor waits for all of them together.
     pub(super) fn warm(&self, pages: impl Iterator<Item = PageHash> + Clone) {
-        if self.is_empty() {
-            return;
+        if !self.is_empty() {
+            self.warm_halves(pages.map(halves));
         }
-        let first = |page| self.heads[self.head(halves(page))];
+    }
+
+    fn warm_halves(&self, pages: impl Iterator<Item = [u64; 2]> + Clone) {
+        let first = |page| self.heads[self.head(page)];
         black_box(pages.clone().fold(0, |all, page| all | first(page)));
         let page_of = |id: u32| if id == NONE { 0 } else { self.entry(id).page[0] };
         black_box(pages.fold(0, |all, page| all | page_of(first(page))));
@@ -334,6 +339,10 @@ impl PageTable {
         for _ in 0..=2 * u64::from(num_entries) {
             self.hand = self.hand % num_entries + 1;
             let id = self.hand;
+            if id % AHEAD == 1 {
+                // The hand goes through memory in order; the places where entries are looked for lie anywhere.
+                self.warm_halves((id..id + AHEAD).map(|id| self.entry(id).page));
+            }
             let entry = self.entry_mut(id);
             if entry.holders.is_empty() || Some(id) == kept || std::mem::take(entry.used.get_mut()) {
                 continue;
