@@ -1,5 +1,6 @@
 //! The engines.
 
+use std::ops::Deref;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -16,18 +17,49 @@ use crate::{Engine, EngineSpec, Role, Thresholds};
 pub struct Cluster {
     members: RwLock<Members>,
     limits: Arc<Limits>,
-    /// Goes up with every change of who may get what: an engine, a role, a model.
+    /// Goes up with every change of who may get what: an engine, a role, a model, a way to ask.
     changes: Arc<AtomicU64>,
-    offers: RwLock<Vec<Offer>>,
+    offers: RwLock<Vec<Known>>,
 }
 
-/// The engines of a model and a part, as of a change.
+/// An offer under the name that it is asked for by, as of a change.
 #[derive(Debug)]
-struct Offer {
+struct Known {
     model: Option<String>,
     but_not: Role,
     change: u64,
-    engines: Arc<[Arc<Engine>]>,
+    offer: Arc<Offer>,
+}
+
+/// The engines of a model and a part, and what would have to be asked of each of them by every request.
+#[derive(Debug)]
+pub(crate) struct Offer {
+    engines: Vec<Arc<Engine>>,
+    /// Their kinds, each once.
+    kinds: Vec<EngineKind>,
+    /// Whether answers of all of them can be passed on as they are.
+    pub(crate) relays: bool,
+}
+
+impl Offer {
+    fn of(engines: Vec<Arc<Engine>>) -> Self {
+        let mut kinds = Vec::new();
+        for kind in engines.iter().map(|engine| engine.kind()) {
+            if !kinds.contains(&kind) {
+                kinds.push(kind);
+            }
+        }
+        let relays = engines.iter().all(|engine| engine.relays());
+        Self { engines, kinds, relays }
+    }
+}
+
+impl Deref for Offer {
+    type Target = [Arc<Engine>];
+
+    fn deref(&self) -> &Self::Target {
+        &self.engines
+    }
 }
 
 /// Offers that are kept; a program may ask for any model.
@@ -133,10 +165,23 @@ impl Cluster {
         models
     }
 
-    /// Returns the kinds of the ready engines that serve a model, each once.
+    /// Returns the model of a name that can be asked for now, or the first one.
+    pub(crate) fn model(&self, asked: Option<&str>) -> Option<ModelCard> {
+        let engines = self.engines();
+        engines.iter().filter(|engine| engine.is_open()).find_map(|engine| engine.model(asked))
+    }
+
+    /// Returns the kinds of the ready engines that serve a model, each once. If all are of one kind, that is it, ready or not.
     #[must_use]
     pub fn kinds(&self, model: &str) -> Vec<EngineKind> {
-        let mut kinds = Vec::new();
+        let mut kinds = self.offered(Some(model), Role::Prefill).kinds.clone();
+        kinds.extend_from_slice(&self.offered(Some(model), Role::Decode).kinds);
+        kinds.sort_unstable();
+        kinds.dedup();
+        if kinds.len() <= 1 {
+            return kinds;
+        }
+        kinds.clear();
         for engine in self.engines().iter() {
             let kind = engine.kind();
             if engine.takes_requests() && !kinds.contains(&kind) && engine.serves(Some(model)) {
@@ -186,24 +231,24 @@ impl Cluster {
 
     /// Returns the engines of a model that have any other role than `but_not`, in the order of their numbers, whether or not they take requests
     /// just now. Each request asks for this, so it is put together once a change and not once a request.
-    pub(crate) fn offered(&self, model: Option<&str>, but_not: Role) -> Arc<[Arc<Engine>]> {
+    pub(crate) fn offered(&self, model: Option<&str>, but_not: Role) -> Arc<Offer> {
         let change = self.changes.load(Ordering::Acquire);
         {
             let offers = self.offers.read().unwrap_or_else(PoisonError::into_inner);
-            let same = |offer: &&Offer| {
-                offer.change == change && offer.but_not == but_not && offer.model.as_deref() == model
+            let same = |known: &&Known| {
+                known.change == change && known.but_not == but_not && known.model.as_deref() == model
             };
-            if let Some(offer) = offers.iter().find(same) {
-                return offer.engines.clone();
+            if let Some(known) = offers.iter().find(same) {
+                return known.offer.clone();
             }
         }
         let fits = |engine: &&Arc<Engine>| engine.role() != but_not && engine.serves(model);
-        let engines: Arc<[_]> = self.engines().iter().filter(fits).cloned().collect();
+        let offer = Arc::new(Offer::of(self.engines().iter().filter(fits).cloned().collect()));
         let mut offers = self.offers.write().unwrap_or_else(PoisonError::into_inner);
-        offers.retain(|offer| offer.change == change);
+        offers.retain(|known| known.change == change);
         if offers.len() < MAX_OFFERS {
-            offers.push(Offer { model: model.map(str::to_owned), but_not, change, engines: engines.clone() });
+            offers.push(Known { model: model.map(str::to_owned), but_not, change, offer: offer.clone() });
         }
-        engines
+        offer
     }
 }

@@ -137,7 +137,7 @@ fn takes(engine: &Engine, request: &Request) -> bool {
 
 /// Chooses among engines that take requests. If none does because all of them failed lately, it is rather the requests, and a try is better than
 /// a refusal: then among those that are open.
-fn first_open(
+pub(crate) fn first_open(
     engines: &[Arc<Engine>],
     choose: impl Fn(&dyn Fn(&Engine) -> bool) -> Option<Choice>,
 ) -> Option<Choice> {

@@ -457,7 +457,9 @@ impl Engine {
 
     /// Notes whether it was seen not to know of relaying.
     pub(crate) fn set_cannot_relay(&self, cannot: bool) {
-        self.cannot_relay.store(cannot, Ordering::Relaxed);
+        if self.cannot_relay.swap(cannot, Ordering::Relaxed) != cannot {
+            self.changes.fetch_add(1, Ordering::Release);
+        }
     }
 
     /// Returns how busy it is: our own requests, and those of others as it last told.
@@ -502,6 +504,12 @@ impl Engine {
     #[must_use]
     pub fn serves(&self, model: Option<&str>) -> bool {
         model.is_none_or(|model| self.with_seen(|seen| seen.models.iter().any(|card| card.id == model)))
+    }
+
+    /// Returns the model of a name if it serves that, or the first one that it serves.
+    pub(crate) fn model(&self, asked: Option<&str>) -> Option<ModelCard> {
+        let fits = |card: &&ModelCard| asked.is_none_or(|name| card.id == name);
+        self.with_seen(|seen| seen.models.iter().find(fits).cloned())
     }
 
     /// Returns the models it serves.

@@ -262,17 +262,11 @@ impl RouterService {
     /// # Errors
     /// 404 if there is no such model, 503 if no engine is ready.
     pub(crate) fn model(&self, asked: Option<&str>) -> Result<ModelCard, ApiError> {
-        let mut models = self.cluster().models();
-        if models.is_empty() {
-            return Err(Error::NoEngine { job: "answer" }.to_api_error());
-        }
-        match asked {
-            None => Ok(models.swap_remove(0)),
-            Some(name) => {
-                let found = models.into_iter().find(|card| card.id == name);
-                found.ok_or_else(|| ApiError::model_not_found(name))
-            }
-        }
+        let cluster = self.cluster();
+        cluster.model(asked).ok_or_else(|| match asked {
+            Some(name) if cluster.model(None).is_some() => ApiError::model_not_found(name),
+            _ => Error::NoEngine { job: "answer" }.to_api_error(),
+        })
     }
 }
 

@@ -157,13 +157,14 @@ impl Placement {
     pub(crate) fn choose_by_text(
         &self,
         engines: &[Arc<Engine>],
+        fits: &dyn Fn(&Engine) -> bool,
         num_tokens: u32,
         mut holders: Vec<(u32, u32)>,
     ) -> Option<Choice> {
         holders.sort_unstable_by_key(|&(_, tokens)| Reverse(tokens));
         let prompt = Prompt::Text { num_tokens, holders };
         let turn = self.turn(Job::Decode);
-        self.choose_by(engines, &|_| true, &prompt, &|| turn.fetch_add(1, Ordering::Relaxed), &self.draws)
+        self.choose_by(engines, fits, &prompt, &|| turn.fetch_add(1, Ordering::Relaxed), &self.draws)
     }
 
     /// Returns what [`Placement::choose`] would choose of `engines` next for a whole request. Nobody's turn is over by that, and nothing is drawn.

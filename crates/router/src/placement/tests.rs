@@ -170,9 +170,9 @@ fn shares((policy, way): (PlacementPolicy, As), engines: &[Arc<Engine>]) -> Vec<
         let request = request(number, 64);
         let chosen = match way {
             As::Tokens => placement.place(engines, &request),
-            As::Text => {
-                placement.choose_by_text(engines, request.len(), Vec::new()).map(|choice| choice.engine)
-            }
+            As::Text => placement
+                .choose_by_text(engines, &|_| true, request.len(), Vec::new())
+                .map(|choice| choice.engine),
         };
         let chosen = chosen.expect("there are engines");
         counts[chosen.number() as usize] += 1;
@@ -237,10 +237,11 @@ fn a_held_text_is_followed_among_many_engines() {
     // One of them holds more, but is not here.
     let holders = vec![(3 * 50, 100), (1, 800), (3 * 77, 700)];
     for _ in 0..50 {
-        let chosen = placement.choose_by_text(&engines, 800, holders.clone()).expect("there are engines");
+        let chosen =
+            placement.choose_by_text(&engines, &|_| true, 800, holders.clone()).expect("there are engines");
         assert_eq!((chosen.engine.number(), chosen.hinted), (3 * 77, Some(700)));
     }
-    assert!(placement.choose_by_text(&[], 800, holders).is_none());
+    assert!(placement.choose_by_text(&[], &|_| true, 800, holders).is_none());
 }
 
 #[test]

@@ -36,13 +36,13 @@ pub(crate) use texts::{Holder, TextIndex};
 
 use crate::admission::{Class, Place};
 use crate::client_headers::ClientHeaders;
-use crate::ctx::Troubles;
+use crate::ctx::{Troubles, first_open};
 use crate::metrics::RequestRecord;
 use crate::pattern::Chosen;
 use crate::predict::{PrefillTimer, StreamTimer};
 use crate::stats::StatsCell;
 use crate::vitals::Verdict;
-use crate::{Ctx, Error, Patterns, RouterService, Seat};
+use crate::{Ctx, Error, Patterns, Role, RouterService, Seat};
 use events::Events;
 use handover::Origin;
 use sketch::Sketch;
@@ -215,19 +215,21 @@ fn long_way(error: &Error) {
 
 /// Takes a seat on the best engine that can relay.
 fn sit(service: &RouterService, ctx: Ctx, sketch: &Sketch<'_>) -> Option<Seat> {
-    let cluster = service.cluster();
     let engines = match sketch.model.as_deref() {
-        Some(model) => cluster.decoders(Some(model)),
-        None => cluster.decoders(Some(&service.model(None).ok()?.id)),
+        Some(model) => service.cluster().offered(Some(model), Role::Prefill),
+        None => service.cluster().offered(Some(&service.model(None).ok()?.id), Role::Prefill),
     };
     // Beside engines that must be spoken to in another way, all are chosen from the long way.
-    if engines.iter().any(|engine| !engine.relays()) {
+    if !engines.relays {
         return None;
     }
     let placement = &service.shared.placement;
     let holders = placement.texts().holders(Instant::now(), &sketch.chain).into_iter();
-    let holders = holders.map(|Holder { engine, num_bytes }| (engine, sketch.tokens_in(num_bytes)));
-    let choice = placement.choose_by_text(&engines, sketch.num_tokens(), holders.collect())?;
+    let holders: Vec<_> =
+        holders.map(|Holder { engine, num_bytes }| (engine, sketch.tokens_in(num_bytes))).collect();
+    let choice = first_open(&engines, |takes_requests| {
+        placement.choose_by_text(&engines, takes_requests, sketch.num_tokens(), holders.clone())
+    })?;
     Some(ctx.sit(choice, sketch.num_tokens()))
 }
 
