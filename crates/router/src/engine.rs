@@ -465,11 +465,16 @@ impl Engine {
     /// Returns how busy it is: our own requests, and those of others as it last told.
     #[must_use]
     pub fn load(&self) -> Load {
-        let (own, others) = (self.own_load(), self.with_seen(|seen| seen.others));
+        let (own, others) = (self.own_load(), self.others_load());
         Load {
             requests: own.requests.saturating_add(others.requests),
             queued_tokens: own.queued_tokens.saturating_add(others.queued_tokens),
         }
+    }
+
+    /// Returns what other routers have there, as it last told.
+    pub(crate) fn others_load(&self) -> Load {
+        self.with_seen(|seen| seen.others)
     }
 
     pub(crate) fn own_load(&self) -> Load {

@@ -213,8 +213,10 @@ impl Placement {
                 look_up(&mut candidates, &mut |_| {});
                 let choosing = Choosing { now, turn: next_turn(), sequence: 1.0, best: self.best, draws };
                 choosing.pick(engines, &candidates, |engine, _| {
-                    let (all, ours) = (f64::from(engine.load().requests), f64::from(engine.in_flight()));
-                    Cost { total: all + 1.0, own: 1.0, told: all - ours, prefer_latest: false }
+                    // Our own load changes while it is looked at, so no part is taken as the difference of two looks.
+                    let (ours, told) =
+                        (f64::from(engine.in_flight()), f64::from(engine.others_load().requests));
+                    Cost { total: ours + told + 1.0, own: 1.0, told, prefer_latest: false }
                 })?
             }
             PlacementPolicy::Prefix => {
@@ -229,9 +231,9 @@ impl Placement {
                 let choosing = Choosing { now, turn: next_turn(), sequence, best: self.best, draws };
                 choosing.pick(engines, &candidates, |engine, held| {
                     let own = f64::from(prompt.num_tokens().saturating_sub(held.tokens));
-                    let (queued, ours) = (queue(engine.load()), queue(engine.own_load()));
+                    let (ours, told) = (queue(engine.own_load()), queue(engine.others_load()));
                     // After a disaggregated turn both engines hold the prompt; the one that decoded also holds the answer.
-                    Cost { total: own + queued, own, told: queued - ours, prefer_latest: true }
+                    Cost { total: own + ours + told, own, told, prefer_latest: true }
                 })?
             }
         };

@@ -35,7 +35,8 @@ pub(crate) fn pick(mut candidates: Vec<Scored>, sequence: f64, best: usize, draw
     let first = candidates.iter().copied().min_by(order)?;
     // Since the last report other routers may have taken away what they had there, brought as much again, and one request more.
     let told = candidates.iter().map(|one| one.told).sum::<f64>() / candidates.len() as f64;
-    let uncertain = told + first.own.max(sequence);
+    // The first one is always among those that are close to it.
+    let uncertain = (told + first.own.max(sequence)).max(0.0);
     candidates.retain(|one| one.cost <= first.cost + uncertain && one.own <= first.own + sequence);
     candidates.sort_by(order);
     candidates.truncate(best);
@@ -66,6 +67,19 @@ mod tests {
             counts[pick(scored(costs), 32.0, BEST, &draws).expect("there are candidates").at] += 1;
         }
         counts
+    }
+
+    #[test]
+    fn somebody_is_chosen_whatever_the_figures() {
+        let figures = [-5000.0, -1.0, 0.0, 1.0, 5000.0, f64::INFINITY];
+        for told in figures {
+            for costs in figures.iter().flat_map(|a| figures.map(|b| [*a, b])) {
+                let one =
+                    |at: usize| Scored { at, cost: costs[at], own: 100.0, told, is_second: false, turn: at };
+                let picked = pick(vec![one(0), one(1)], 32.0, BEST, &Draws::new(1));
+                assert!(picked.is_some(), "{costs:?}, told {told}");
+            }
+        }
     }
 
     #[test]
