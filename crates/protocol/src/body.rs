@@ -272,7 +272,7 @@ mod tests {
                 (select(names.to_vec()), value).prop_map(|(name, value)| format!(r#""{name}":{value}"#));
             vec(field, 0..4).prop_map(|fields| format!("{{{}}}", fields.join(","))).boxed()
         };
-        object(leaf.prop_recursive(2, 8, 3, object.clone()).boxed())
+        object(leaf.prop_recursive(2, 8, 3, object).boxed())
     }
 
     proptest! {
