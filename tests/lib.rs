@@ -43,7 +43,7 @@ pub fn until(what: &str, mut is_so: impl FnMut() -> Result<bool>) -> Result<()> 
     let begun = Instant::now();
     while !is_so()? {
         ensure!(begun.elapsed() < Duration::from_secs(60), "never came: {what}");
-        std::thread::sleep(Duration::from_millis(5));
+        std::thread::sleep(Duration::from_millis(20));
     }
     Ok(())
 }

@@ -76,7 +76,12 @@ impl ClientError {
     /// Says whether the engine is there and takes no requests for now: it starts, or drains.
     #[must_use]
     pub fn means_not_ready(&self) -> bool {
-        matches!(self, Self::Refused { error, .. } if error.status == 503 && error.code.as_deref() == Some("not_ready"))
+        match self {
+            Self::Refused { error, .. } => {
+                error.status == 503 && matches!(error.code.as_deref(), Some("not_ready" | "draining"))
+            }
+            _ => false,
+        }
     }
 
     /// Says whether another engine may well do what this one did not: it is gone, has no room, failed or makes no sense.

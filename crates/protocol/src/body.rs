@@ -61,7 +61,7 @@ fn lift_ids(text: &[u8]) -> Option<(Vec<TokenId>, Vec<u8>)> {
 /// Reads ids up to the end of their list, and returns where that is; nothing if there is anything else among them.
 fn read_ids(text: &[u8], mut at: usize) -> Option<(Vec<TokenId>, usize)> {
     // Most ids of a vocabulary have four or five digits, and a comma.
-    let mut ids = Vec::with_capacity((text.len() - at) / 5);
+    let mut ids = Vec::with_capacity(memchr::memchr(b']', text.get(at..)?)? / 5);
     loop {
         at = skip_space(text, at);
         let first = at;
@@ -279,6 +279,25 @@ mod tests {
         #[test]
         fn no_body_is_taken_for_another(body in objects()) {
             check(&body);
+        }
+    }
+
+    #[test]
+    fn ids_are_lifted_out_where_the_list_is_surely_the_prompts() {
+        let lifted = |body: &str| {
+            let (ids, rest) = lift_ids(body.as_bytes())?;
+            Some((ids.len(), String::from_utf8(rest).expect("text")))
+        };
+        let (plain, spaced) = (r#"{"prompt":[1,22],"n":1}"#, r#"{"n":1, "prompt": [ 1, 22 ] }"#);
+        assert_eq!(lifted(plain), Some((2, r#"{"prompt":[],"n":1}"#.to_owned())));
+        assert_eq!(lifted(spaced), Some((2, r#"{"n":1, "prompt": [] }"#.to_owned())));
+        for body in [
+            r#"{"prompt":[1],"stop":"\u00e4"}"#,
+            r#"{"prompt":"x"}"#,
+            r#"{"prompt":[]}"#,
+            r#"{"prompt":[-1]}"#,
+        ] {
+            assert_eq!(lifted(body), None, "{body}");
         }
     }
 

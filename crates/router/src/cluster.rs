@@ -246,7 +246,8 @@ impl Cluster {
         let offer = Arc::new(Offer::of(self.engines().iter().filter(fits).cloned().collect()));
         let mut offers = self.offers.write().unwrap_or_else(PoisonError::into_inner);
         offers.retain(|known| known.change == change);
-        if offers.len() < MAX_OFFERS {
+        // Names that no engine knows are whatever clients write.
+        if offers.len() < MAX_OFFERS && !offer.is_empty() {
             offers.push(Known { model: model.map(str::to_owned), but_not, change, offer: offer.clone() });
         }
         offer

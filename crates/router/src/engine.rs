@@ -167,6 +167,8 @@ pub struct Engine {
     changes: Arc<AtomicU64>,
     /// It was there when the router began, and has not been seen yet.
     is_unseen: AtomicBool,
+    /// It was down since it was ready last: it comes back as a new one, whatever it says on the way.
+    was_down: AtomicBool,
     /// Wakes the watcher, so that a failed call is followed by a look at once.
     pub(crate) look: Notify,
     /// Cancelled when it leaves the cluster; whoever watches it ends then.
@@ -204,6 +206,7 @@ impl Engine {
             costs: Costs::default(),
             changes: Arc::default(),
             is_unseen: AtomicBool::new(true),
+            was_down: AtomicBool::new(true),
             look: Notify::new(),
             left: CancellationToken::new(),
             lost: Mutex::new(CancellationToken::new()),
@@ -368,12 +371,16 @@ impl Engine {
     /// Changes whether it gets requests; returns true if that was news.
     pub(crate) fn set_health(&self, health: Health) -> bool {
         let before = self.health.swap(health as u8, Ordering::AcqRel);
-        // When the router begins, all engines are new to it, and none is to be spared at the cost of the others.
-        if health == Health::Ready
-            && !(self.is_unseen.swap(false, Ordering::Relaxed) && self.begins_with_the_router())
-            && before == Health::Down as u8
-        {
-            self.start_slowly();
+        match health {
+            Health::Down => self.was_down.store(true, Ordering::Relaxed),
+            // When the router begins, all engines are new to it, and none is to be spared at the cost of the others.
+            Health::Ready
+                if self.was_down.swap(false, Ordering::Relaxed)
+                    && !(self.is_unseen.swap(false, Ordering::Relaxed) && self.begins_with_the_router()) =>
+            {
+                self.start_slowly();
+            }
+            _ => {}
         }
         before != health as u8
     }
@@ -565,8 +572,14 @@ impl Engine {
     }
 
     pub(crate) fn set_models(&self, models: Vec<ModelCard>) {
-        self.with_seen(|seen| seen.models = models);
-        self.changes.fetch_add(1, Ordering::Release);
+        let is_new = self.with_seen(|seen| {
+            let is_new = seen.models != models;
+            seen.models = models;
+            is_new
+        });
+        if is_new {
+            self.changes.fetch_add(1, Ordering::Release);
+        }
     }
 
     /// Takes a report that was asked for when our own load was `before`; returns true if it comes from another boot than the

@@ -3,6 +3,7 @@
 //! ```text
 //!  answers ─▶ ready ──(no sign of life for `suspect`)──▶ suspect ──(for `dead`)──▶ down, and what runs there runs elsewhere
 //!               │                                         │ answers, or a stream delivers
+//!               ├── 503 not_ready or draining ─▶ not ready at once, and asked
 //!               └── refused or reset ─▶ down at once      └─▶ ready
 //! ```
 

@@ -53,7 +53,6 @@ async fn keep_following(engine: &Engine, feed: &mut EngineFeed) {
             End::Quiet => failures = 0,
             End::Woken => {}
             End::Lost { reason, applied } => {
-                engine.note_doubt();
                 // A stream that carried something was worth it; one that breaks at once, again and again, is not.
                 failures = if applied > 1 { 0 } else { failures + 1 };
                 if failures <= 1 {
@@ -91,8 +90,14 @@ async fn follow_once(engine: &Engine, feed: &mut EngineFeed) -> End {
         };
         match item {
             Err(_) => return End::Quiet,
-            Ok(None) => return lost("the stream ended".into(), applied),
-            Ok(Some(Err(error))) => return lost(error.to_string(), applied),
+            Ok(None) => {
+                engine.note_doubt();
+                return lost("the stream ended".into(), applied);
+            }
+            Ok(Some(Err(error))) => {
+                engine.note_doubt();
+                return lost(error.to_string(), applied);
+            }
             Ok(Some(Ok(event))) => match feed.accept(&event) {
                 Ok(()) => applied += 1,
                 Err(error) => return lost(error.to_string(), applied),

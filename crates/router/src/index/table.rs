@@ -21,6 +21,7 @@ use crate::ids::mix;
 const CHUNK: usize = 512;
 /// Entries whose surroundings are read together before the first of them is evicted; a part of a chunk.
 const AHEAD: u32 = 16;
+const _: () = assert!(CHUNK.is_multiple_of(AHEAD as usize), "no part reaches beyond its chunk");
 /// What an entry takes, its head included.
 const ENTRY_BYTES: usize = size_of::<Entry>() + size_of::<u32>();
 /// What a page on an engine takes at most in that engine's log: a log is cleaned when half of it is
@@ -341,7 +342,10 @@ impl PageTable {
             let id = self.hand;
             if id % AHEAD == 1 {
                 // The hand goes through memory in order; the places where entries are looked for lie anywhere.
-                self.warm_halves((id..id + AHEAD).map(|id| self.entry(id).page));
+                let next = (id..id + AHEAD).map(|id| self.entry(id));
+                let may_go =
+                    |entry: &&Entry| !entry.holders.is_empty() && !entry.used.load(Ordering::Relaxed);
+                self.warm_halves(next.filter(may_go).map(|entry| entry.page));
             }
             let entry = self.entry_mut(id);
             if entry.holders.is_empty() || Some(id) == kept || std::mem::take(entry.used.get_mut()) {

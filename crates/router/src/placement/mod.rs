@@ -4,7 +4,6 @@ mod rule;
 #[cfg(test)]
 mod tests;
 
-use std::cmp::Reverse;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -153,15 +152,14 @@ impl Placement {
     }
 
     /// As [`Placement::choose`], for a request of about `num_tokens` tokens that is text as yet. `holders` are the numbers of engines that
-    /// probably hold some of them, and how many.
+    /// probably hold some of them, and how many, those with most first.
     pub(crate) fn choose_by_text(
         &self,
         engines: &[Arc<Engine>],
         fits: &dyn Fn(&Engine) -> bool,
         num_tokens: u32,
-        mut holders: Vec<(u32, u32)>,
+        holders: &[(u32, u32)],
     ) -> Option<Choice> {
-        holders.sort_unstable_by_key(|&(_, tokens)| Reverse(tokens));
         let prompt = Prompt::Text { num_tokens, holders };
         let turn = self.turn(Job::Decode);
         self.choose_by(engines, fits, &prompt, &|| turn.fetch_add(1, Ordering::Relaxed), &self.draws)
@@ -309,7 +307,7 @@ enum Prompt<'a> {
     /// The pages of its first `end` tokens.
     Pages { request: &'a Request, end: u32, index: &'a PrefixIndex },
     /// Its text: about how many tokens it has, and the numbers of engines that probably hold some of them, those with most first.
-    Text { num_tokens: u32, holders: Vec<(u32, u32)> },
+    Text { num_tokens: u32, holders: &'a [(u32, u32)] },
 }
 
 impl Prompt<'_> {
@@ -367,7 +365,7 @@ impl Prompt<'_> {
                 if engines.len() <= ALL {
                     return;
                 }
-                for &(number, tokens) in holders {
+                for &(number, tokens) in *holders {
                     let held = Held { tokens, is_latest: false };
                     if !others.offer(number, fits, |at| more(Candidate { at, held })) {
                         break;

@@ -16,6 +16,7 @@ mod handover;
 mod sketch;
 mod texts;
 
+use std::cmp::Reverse;
 use std::sync::Arc;
 
 use axum::body::Body;
@@ -42,7 +43,7 @@ use crate::pattern::Chosen;
 use crate::predict::{PrefillTimer, StreamTimer};
 use crate::stats::StatsCell;
 use crate::vitals::Verdict;
-use crate::{Ctx, Error, Patterns, Role, RouterService, Seat};
+use crate::{Ctx, Engine, Error, Patterns, Role, RouterService, Seat};
 use events::Events;
 use handover::Origin;
 use sketch::Sketch;
@@ -220,15 +221,17 @@ fn sit(service: &RouterService, ctx: Ctx, sketch: &Sketch<'_>) -> Option<Seat> {
         None => service.cluster().offered(Some(&service.model(None).ok()?.id), Role::Prefill),
     };
     // Beside engines that must be spoken to in another way, all are chosen from the long way.
-    if !engines.relays {
+    if !engines.relays && engines.iter().any(|engine| engine.takes_requests() && !engine.relays()) {
         return None;
     }
     let placement = &service.shared.placement;
     let holders = placement.texts().holders(Instant::now(), &sketch.chain).into_iter();
-    let holders: Vec<_> =
+    let mut holders: Vec<_> =
         holders.map(|Holder { engine, num_bytes }| (engine, sketch.tokens_in(num_bytes))).collect();
+    holders.sort_unstable_by_key(|&(_, tokens)| Reverse(tokens));
     let choice = first_open(&engines, |takes_requests| {
-        placement.choose_by_text(&engines, takes_requests, sketch.num_tokens(), holders.clone())
+        let fits = |engine: &Engine| takes_requests(engine) && engine.relays();
+        placement.choose_by_text(&engines, &fits, sketch.num_tokens(), &holders)
     })?;
     Some(ctx.sit(choice, sketch.num_tokens()))
 }

@@ -699,6 +699,39 @@ async fn an_engine_that_marks_nothing_is_asked_once() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_engine_that_gets_no_requests_does_not_keep_others_from_relaying() {
+    let (old, new) = (Fake::new("old"), Fake::new("new"));
+    let tweak: Tweak = |config| {
+        relaying(config);
+        let spec = &mut config.engines[0];
+        spec.calls = Arc::new(Unmarked(spec.calls.clone()));
+    };
+    let world = World::with(&[(&old, Role::Any), (&new, Role::Any)], "data_parallel", tweak).await;
+    let serve_four = async || {
+        for _ in 0..4 {
+            assert_eq!(world.complete(r#"{"prompt":"hello"}"#).await.text(), "abc");
+        }
+    };
+    let relayed = async || {
+        let metrics = world.get("/metrics").await.body;
+        let call = r#"engine_calls_total{call="relay",outcome="ok"} "#;
+        let count = metrics.lines().find_map(|line| line.split_once(call)?.1.parse::<u32>().ok());
+        count.unwrap_or(0)
+    };
+    while old.calls().is_empty() {
+        serve_four().await;
+    }
+    // It marks nothing, and so beside it all are read.
+    let before = relayed().await;
+    serve_four().await;
+    assert_eq!(relayed().await, before);
+    assert_eq!(world.call("POST", "/admin/v1/engines/0/drain", &[], "").await.status, 200);
+    serve_four().await;
+    assert_eq!(relayed().await, before + 4);
+    world.end().await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn the_shortcut_answers_as_the_routes_do() {
     let engine = Fake::new("e");
     let world = World::with(&[(&engine, Role::Any)], "data_parallel", relaying).await;
