@@ -398,7 +398,7 @@ fn fronts_outlive_a_world() -> Result<()> {
         front.signal(Signal::TERM);
     }
     for front in &mut fronts {
-        let status = front.stop(Duration::from_secs(30))?;
+        let status = front.wait(Duration::from_secs(30))?;
         ensure!(status.success(), "{status}: {}", front.log_tail());
     }
     let mut second = second;

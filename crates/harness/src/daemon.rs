@@ -191,6 +191,14 @@ impl Daemon {
     pub fn stop(&mut self, timeout: Duration) -> Result<ExitStatus> {
         self.signal(Signal::CONT);
         self.signal(Signal::TERM);
+        self.wait(timeout)
+    }
+
+    /// Waits for the process to end, which was asked to already: a second SIGTERM would end it before it has drained. Kills it after `timeout`.
+    ///
+    /// # Errors
+    /// If the process cannot be waited for.
+    pub fn wait(&mut self, timeout: Duration) -> Result<ExitStatus> {
         let deadline = Instant::now() + timeout;
         loop {
             if let Some(status) = self.child.try_wait()? {
