@@ -167,14 +167,14 @@ impl Drop for HttpServer {
     }
 }
 
-/// Writes beside the file and renames, so that a reader sees all of the address or nothing.
+/// Writes beside the file and renames, so that a reader sees all of the address or nothing. It says nothing to whoever comes after a crash of
+/// the machine, so a start need not wait for a slow disk.
 fn write_port_file(path: &Path, address: SocketAddr) -> std::io::Result<()> {
     let mut name = path.as_os_str().to_owned();
     name.push(format!(".{}", std::process::id()));
     let beside = Path::new(&name);
     let mut file = std::fs::File::create(beside)?;
     writeln!(file, "{address}")?;
-    file.sync_all()?;
     std::fs::rename(beside, path).inspect_err(|_| {
         let _ = std::fs::remove_file(beside);
     })
