@@ -140,7 +140,7 @@ pub trait EngineCalls: Send + Sync + fmt::Debug {
         Err(ClientError::Refused { engine: self.name().to_owned(), error: Box::new(error) })
     }
 
-    /// Says whether [`EngineCalls::relay`] is worth trying. Changes nothing.
+    /// Says whether [`EngineCalls::relay`] is worth trying; the same of one client for ever, as its kind is. Changes nothing.
     fn may_relay(&self) -> bool {
         false
     }

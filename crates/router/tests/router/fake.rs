@@ -8,9 +8,9 @@ use async_trait::async_trait;
 use axum::Router;
 use axum::body::Body;
 use axum::http::{HeaderMap, Request, StatusCode};
-use futures::StreamExt;
+use futures::{StreamExt, stream};
 use http_body_util::BodyExt;
-use microserving_client::{CallContext, ChunkStream, ClientError, EngineCalls};
+use microserving_client::{CallContext, ChunkStream, ClientError, EngineCalls, KvEventStream};
 use microserving_protocol::{
     AbortRequest, AbortResponse, ApiError, ChatMessage, CommitRequest, CommitResponse, CompletionChoice,
     CompletionRequest, CompletionResponse, FinishReason, ModelCard, ModelList, PagesView, PrepRecvRequest,
@@ -22,6 +22,7 @@ use microserving_router::{
     RouterTasks,
 };
 use serde_json::Value;
+use tokio::sync::Notify;
 use tower::ServiceExt;
 
 /// What a scripted engine does on one call.
@@ -59,6 +60,8 @@ pub(crate) struct Seen {
 
 #[derive(Debug, Default)]
 struct Inner {
+    /// Breaks the stream of cache events off; there is none without it.
+    events: Option<Arc<Notify>>,
     prep: VecDeque<Act>,
     send: VecDeque<Act>,
     generate: VecDeque<Act>,
@@ -120,6 +123,11 @@ impl Fake {
 
     pub(crate) fn set_ready(&self, ready: bool) {
         self.with(|inner| inner.ready = ready);
+    }
+
+    /// Has it tell cache events, none of which ever comes; what is returned breaks them off.
+    pub(crate) fn tell_events(&self) -> Arc<Notify> {
+        self.with(|inner| inner.events.get_or_insert_default().clone())
     }
 
     pub(crate) fn set_silent(&self, silent: bool) {
@@ -246,14 +254,14 @@ impl Fake {
             _ => {}
         }
         if let Act::Slow(pause) = *act {
-            let paced = futures::stream::iter(items).then(move |item| async move {
+            let paced = stream::iter(items).then(move |item| async move {
                 tokio::time::sleep(pause).await;
                 item
             });
             return Box::pin(paced);
         }
-        let items = futures::stream::iter(items);
-        if hang { Box::pin(items.chain(futures::stream::pending())) } else { Box::pin(items) }
+        let items = stream::iter(items);
+        if hang { Box::pin(items.chain(stream::pending())) } else { Box::pin(items) }
     }
 }
 
@@ -361,6 +369,18 @@ impl EngineCalls for Fake {
             grpc: false,
             marks: false,
         })
+    }
+
+    async fn kv_events(&self, _: &CallContext, _: u64) -> Result<KvEventStream, ClientError> {
+        let engine = self.name.clone();
+        let Some(broken) = self.with(|inner| inner.events.clone()) else {
+            return Err(ClientError::Refused { engine, error: Box::new(ApiError::new(404, "no events")) });
+        };
+        let end = async move {
+            broken.notified().await;
+            Err(ClientError::Lost { engine, reason: "scripted".into() })
+        };
+        Ok(Box::pin(stream::once(end)))
     }
 
     async fn ready(&self, cx: &CallContext) -> Result<(), ClientError> {

@@ -106,6 +106,23 @@ async fn an_engine_that_says_it_is_not_ready_gets_nothing_more_until_it_is() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_engine_whose_events_break_off_is_looked_at_before_its_next_heartbeat() {
+    let a = Fake::new("a");
+    let broken = a.tell_events();
+    let world = World::with(&[(&a, Role::Any)], "data_parallel", |config| {
+        config.thresholds.heartbeat = Duration::from_secs(3600);
+    })
+    .await;
+    sleep(Duration::from_secs(1)).await;
+    a.set_ready(false);
+    sleep(Duration::from_secs(30)).await;
+    assert_eq!(engine(&world, 0).health(), Health::Ready, "nobody has looked");
+    broken.notify_one();
+    reaches(&engine(&world, 0), Health::Down).await;
+    world.end().await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn thresholds_change_while_serving() {
     let a = Fake::new("a");
     let world = World::new(&[(&a, Role::Any)], "data_parallel").await;
